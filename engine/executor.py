@@ -1,0 +1,88 @@
+"""Deciding is plain Python, executing is tensors: what crosses between.
+
+The scheduler decides a step as a `SchedulerOutput`; an `Executor` runs it and answers with a `ModelOutput`. It holds no
+state of any request: all that a step needs is in its input and in the block pool, so that preemption, prefix hits,
+hand-off and migration cannot change a result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.memory import KVLayout, PoolMemory
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """What sampling a request's next token depends on, beside its logits.
+
+    The sequences are the request's own lists, not copies: valid until the step is updated.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Position of the token to sample; with the seed, the only source of randomness."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: compute the KV of `token_ids`, at positions from `num_computed_tokens` on."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    num_computed_tokens: int  # before the step: everything below is in the pool already
+    block_tables: tuple[Sequence[int], ...]  # block ids, one table a KV cache group
+    sampling: SamplingInput | None  # None: a chunk that does not reach the last token, nothing is sampled
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """A step: its requests (decodes first), to be computed in one batch."""
+
+    requests: tuple[ScheduledRequest, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(r.token_ids) for r in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token, and its log-probabilities if they were asked for (log_softmax of the raw logits)."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first, ties by smaller id
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """The sampled token of each request that had `sampling`, by request id."""
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs steps. Implementations: `HashExecutor` (tests, simulation), `TorchExecutor` (the model)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the blocks that it reads and writes; known before any memory is."""
+        ...
+
+    def bind(self, memory: PoolMemory, num_blocks: int) -> None:
+        """Uses `memory` (num_blocks · bytes_per_block bytes) as the pool; called once, before the first step."""
+        ...
+
+    def execute(self, step: SchedulerOutput) -> ModelOutput:
+        """Computes the step: fills the KV slots of its tokens and samples where asked."""
+        ...
