@@ -1,0 +1,136 @@
+"""What attention is asked: keys and values live in the block pool, and are found through block tables.
+
+Every layer of a step does the same two things: first `write_kv` puts the keys and values of the step's tokens into
+their slots, then `attend` lets every query of the step look at its own request's keys through the pool, those just
+written included. So a chunk of a prompt, a decode step and a prefix hit are one case: queries at some positions, keys
+below.
+
+Which blocks and which slots is the same for all layers: an `AttentionMetadata`, made once a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.executor import ScheduledRequest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMetadata:
+    """Where a step's tokens, keys and values are. Requests and tokens are in the order of the flat batch.
+
+    Query i of a request stands at position `context_lens[r] - num_queries + i`, and sees no key after itself.
+    """
+
+    num_decodes: int  # the first num_decodes requests have exactly one query token
+    query_start: npt.NDArray[np.int32]  # [num_requests + 1]: a request's rows of the flat token batch
+    context_lens: npt.NDArray[np.int32]  # [num_requests]: tokens with KV, this step's included
+    block_tables: npt.NDArray[np.int32]  # [num_requests, max_blocks], padded with 0, the null block
+    slot_mapping: npt.NDArray[np.int64]  # [num_tokens]: block_id · block_size + position % block_size
+    positions: npt.NDArray[np.int64]  # [num_tokens]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+class AttentionBackend(Protocol):
+    """Attention over the pool. One suite of tests runs over all implementations; `reference` is the oracle."""
+
+    def write_kv(
+        self, pool_layer_kv: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", slot_mapping: npt.NDArray[np.int64]
+    ) -> None:
+        """Puts keys and values into their slots.
+
+        Args:
+            pool_layer_kv: [num_blocks, 2, num_kv_heads, block_size, head_dim], float32 or bfloat16; one layer's view of
+                the pool: the last three dimensions of a block are contiguous, blocks lie block_stride apart.
+            k, v: [num_tokens, num_kv_heads, head_dim], the pool's dtype.
+            slot_mapping: [num_tokens] int64.
+        """
+        ...
+
+    def attend(
+        self,
+        q: "torch.Tensor",
+        pool_layer_kv: "torch.Tensor",
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> "torch.Tensor":
+        """Causal attention of all queries; with `window` W a query at position p sees the keys p - W + 1 … p.
+
+        A request's result does not depend, in any bit, on its batch mates or on its block ids.
+
+        Args:
+            q: [num_tokens, num_heads, head_dim], the pool's dtype; head h reads KV head h · num_kv_heads // num_heads.
+            pool_layer_kv: as in `write_kv`; slots that no query sees are never read.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], q's dtype.
+        """
+        ...
+
+    def warm_up(
+        self,
+        *,
+        dtype: "torch.dtype",
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int | None = None,
+    ) -> None:
+        """Compiles (or loads from disk) what serving such a model needs: a worker does it before it reports ready."""
+        ...
+
+
+def build_metadata(
+    requests: Sequence[ScheduledRequest], *, block_size: int, kv_cache_group: int = 0
+) -> AttentionMetadata:
+    """The metadata of a step for the layers of one KV cache group; decodes come first in `requests`.
+
+    Raises:
+        ValueError: a block table is too short for the request's tokens.
+    """
+    num_requests = len(requests)
+    query_lens = np.fromiter((len(r.token_ids) for r in requests), np.int32, num_requests)
+    context_lens = np.fromiter((r.num_computed_tokens for r in requests), np.int32, num_requests) + query_lens
+    query_start = np.zeros(num_requests + 1, np.int32)
+    np.cumsum(query_lens, out=query_start[1:])
+
+    # Growth may be reserved beyond the context: blocks that nothing reads stay out.
+    num_blocks = -(-context_lens // block_size)
+    block_tables = np.zeros((num_requests, int(num_blocks.max(initial=1))), np.int32)
+    for row, request, needed in zip(block_tables, requests, num_blocks.tolist(), strict=True):
+        table = request.block_tables[kv_cache_group]
+        if len(table) < needed:
+            raise ValueError(f"request {request.request_id}: its block table has {len(table)} blocks, needs {needed}")
+        row[:needed] = table[:needed]
+
+    request_of_token = np.repeat(np.arange(num_requests), query_lens)
+    # Row i of the flat batch is at position (context - query length) + (i - its request's first row).
+    positions = np.arange(query_start[-1], dtype=np.int64)
+    positions += (context_lens - query_start[1:]).astype(np.int64)[request_of_token]
+    block_ids = block_tables[request_of_token, positions // block_size].astype(np.int64)
+
+    is_prefill = query_lens != 1
+    return AttentionMetadata(
+        num_decodes=int(is_prefill.argmax()) if is_prefill.any() else num_requests,
+        query_start=query_start,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        slot_mapping=block_ids * block_size + positions % block_size,
+        positions=positions,
+    )
