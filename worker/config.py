@@ -1,0 +1,90 @@
+"""All that a worker is told at its start: frozen, complete, validated."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from engine.config import EngineConfig
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+ExecutorKind = Literal["torch", "hash"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker. Times are in seconds; port 0 is one that the system picks.
+
+    Raises:
+        ValueError: a value outside what is allowed; the message names it.
+    """
+
+    engine: EngineConfig
+    worker_id: str = "worker-0"  # stays over restarts; each start has an instance id of its own
+    model: str = "smollm2-135m-instruct"  # "smollm2-135m-instruct" (embedded), a folder, or a .gguf file
+    served_model_name: str = ""  # empty: `model`
+    executor: ExecutorKind = "torch"  # "hash": no model, tokens are hashes of the cache (tests)
+    dtype: Dtype = "auto"
+    attention_backend: str = "cpu"
+    threads: int | None = None  # for computing; None: torch's own choice
+    host: str = "127.0.0.1"  # to listen on, and to be reached at
+    port: int = 0
+    metrics_port: int = 0
+    lease_s: float = 30.0  # a hand-off without progress for so long is over
+    handoff_timeout_s: float = 120.0  # for requests without a deadline of their own
+    request_timeout_s: float = 600.0
+    max_repairs: int = 3  # hand-offs that may be lost before the request fails
+    drain_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.worker_id:
+            raise ValueError("worker_id must not be empty")
+        if self.executor not in get_args(ExecutorKind):
+            raise ValueError(f"executor must be one of {', '.join(get_args(ExecutorKind))}, not {self.executor!r}")
+        if self.dtype not in get_args(Dtype):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        for name in ("port", "metrics_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} must be in [0, 65535], not {getattr(self, name)}")
+        for name in ("lease_s", "handoff_timeout_s", "request_timeout_s", "drain_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0 seconds, not {getattr(self, name)}")
+        if self.max_repairs < 0:
+            raise ValueError(f"max_repairs must not be negative, not {self.max_repairs}")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients and metrics use."""
+        return self.served_model_name or self.model
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "WorkerConfig":
+        """Made from plain values, as a YAML file has them; `engine` is a mapping of its own."""
+        engine = _known(EngineConfig, values.get("engine") or {}, "engine.")
+        rest = _known(cls, {key: value for key, value in values.items() if key != "engine"}, "")
+        return cls(engine=EngineConfig(**engine), **rest)
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> "WorkerConfig":
+        """Read from a file.
+
+        Raises:
+            ValueError: not a mapping, an unknown key, or a value that is not allowed.
+        """
+        try:
+            values = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as exc:
+            raise ValueError(f"{path} is not YAML: {exc}") from exc
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a mapping, not {type(values).__name__}")
+        return cls.from_dict(values)
+
+
+def _known(kind: type[Any], values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    known = {f.name for f in fields(kind)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown key {prefix}{unknown[0]}; known are {', '.join(sorted(known))}")
+    return values

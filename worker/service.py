@@ -1,0 +1,124 @@
+"""The `Worker` service: gRPC moves the messages, others decide."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import islice
+
+import grpc
+
+from engine.kvcache.block_hash import BlockHash
+from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from tandem.v1 import worker_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
+from worker.drain import Drain
+from worker.kv_events import KvEventPublisher, SubscriberTooSlow
+from worker.load import LoadReporter
+from worker.session import Session, SessionBroken, SessionHandler
+
+HEARTBEAT_S = 1.0
+SNAPSHOT_HASHES = 65_536  # a message: 1 MiB
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Answers gateways."""
+
+    def __init__(
+        self,
+        description: pb.DescribeResponse,
+        events: KvEventPublisher,
+        handler: SessionHandler,
+        load: LoadReporter,
+        drain: Drain,
+    ) -> None:
+        self._description = description
+        self._events = events
+        self._handler = handler
+        self._load = load
+        self._drain = drain
+
+    async def Describe(  # noqa: N802
+        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DescribeResponse:
+        return self._description
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.SessionResponse]:
+        session = Session()
+        self._load.add(session)
+        reader = asyncio.create_task(self._read(session, requests))
+        try:
+            async for response in session.outgoing():
+                yield response
+        except SessionBroken as exc:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(exc))
+        finally:
+            # Reached on every end: half-close by the gateway, its death, cancellation, our own stop.
+            reader.cancel()
+            self._load.remove(session)
+            self._handler.session_ended(session)
+
+    async def _read(self, session: Session, requests: AsyncIterator[pb.SessionRequest]) -> None:
+        try:
+            async for request in requests:
+                match request.WhichOneof("message"):
+                    case "submit":
+                        self._handler.submit(session, request.submit)
+                    case "assign":
+                        self._handler.assign(session, request.assign)
+                    case "abort":
+                        self._handler.abort(session, list(request.abort.request_ids))
+        finally:
+            session.close()
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: pb.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.KvEvent]:
+        subscription = self._events.subscribe()
+        try:
+            yield pb.KvEvent(
+                begin=pb.Begin(
+                    instance_id=self._description.instance_id,
+                    epoch=subscription.epoch,
+                    sequence=subscription.sequence,
+                    block_size=self._description.block_size,
+                    fingerprint=self._description.fingerprint,
+                    num_blocks=self._description.num_blocks,
+                )
+            )
+            hashes = iter(subscription.snapshot)
+            while part := b"".join(islice(hashes, SNAPSHOT_HASHES)):
+                yield pb.KvEvent(snapshot=pb.Snapshot(block_hashes=part))
+            yield pb.KvEvent(snapshot_end=pb.SnapshotEnd())
+            while True:
+                batch = await subscription.next(timeout=HEARTBEAT_S)
+                if batch is None:
+                    heartbeat = pb.Heartbeat(epoch=subscription.epoch, sequence=subscription.sequence)
+                    yield pb.KvEvent(heartbeat=heartbeat)
+                else:
+                    changes = [_change(event) for event in batch.events]
+                    yield pb.KvEvent(batch=pb.Batch(epoch=batch.epoch, sequence=batch.sequence, changes=changes))
+        except SubscriberTooSlow as exc:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(exc))
+        finally:
+            self._events.unsubscribe(subscription)
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:  # noqa: N802
+        self._drain.begin()
+        self._load.changed()
+        await self._drain.finished()
+        return pb.DrainResponse()
+
+
+def _change(event: KVEvent) -> pb.CacheChange:
+    match event:
+        case BlocksStored(hashes):
+            return pb.CacheChange(stored=_joined(hashes))
+        case BlocksRemoved(hashes):
+            return pb.CacheChange(removed=_joined(hashes))
+        case CacheCleared():
+            return pb.CacheChange(cleared=True)
+
+
+def _joined(hashes: tuple[BlockHash, ...]) -> bytes:
+    return b"".join(hashes)
