@@ -1,0 +1,114 @@
+"""What turns one sequence of prompt tokens into a stream of generated ones.
+
+A request's life, seen from here: validated; admitted under the gateway's bound; its blocks hashed; routed; submitted
+to a decode worker; chunks yielded as steps end; and exactly one end: a chunk with a `finish_reason`, or a
+`GenerationError`, or the caller closing the iterator, which aborts the request at its worker. Losing a prefill worker
+or the decode worker on the way is repaired without the caller noticing, by the rule that a token is a function of the
+request alone.
+
+`RoutedGenerator` is the implementation over real workers; everything above (text, HTTP, gRPC) knows this interface
+alone.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.worker_info import WorkerStatus
+from engine.executor import SampledToken
+from engine.sampling_params import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate. Its parameters are complete: seed drawn, stop tokens resolved, one sequence."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    cache_salt: str = ""  # only requests of the same salt share cached blocks
+    priority: int = 0  # smaller is sooner
+    timeout_s: float | None = None  # None: the gateway's default
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Where a request's time went, in seconds, as its decode worker measured it."""
+
+    queued: float
+    prefill: float
+    transfer: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceChunk:
+    """The tokens of one step. The last chunk has a `finish_reason`; it may have no token."""
+
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None
+    matched_token_id: int | None  # the stop token that ended it; it is in `tokens` as well
+    num_cached_tokens: int  # prompt tokens that nobody computed for this request
+    prefill_worker: str  # worker id; the decode worker's own if it prefilled
+    decode_worker: str
+    stages: StageTimes | None = None  # with the last chunk, if the worker said
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the workers serve; they all agree on it."""
+
+    served_model_name: str
+    model_path: str
+    fingerprint: bytes
+    block_size: int  # tokens
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+
+
+@dataclass(slots=True)
+class GeneratorStats:
+    """Counted here, exported by `cluster/metrics.py`. Everything but `num_active` only grows."""
+
+    num_active: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+    failed: dict[str, int] = field(default_factory=dict)  # by class of the error
+    cancelled: int = 0  # closed by the caller
+    queue_full: int = 0  # refused here, at the gateway's own bound
+    repairs: int = 0  # another prefill worker was named for a request in flight
+    resubmissions: int = 0  # a request was moved to another decode worker
+    local_fallbacks: int = 0  # prefilled on the decode worker for want of a prefill worker
+    stale_hits: int = 0  # fewer tokens were cached than the directory had said
+    planned_cached_tokens: int = 0  # prompt tokens that plans found cached, on the decode worker or elsewhere
+
+
+class Generator(Protocol):
+    """Generates sequences. `RoutedGenerator` in production, a script in tests of what is above."""
+
+    @property
+    def model(self) -> ServedModel:
+        """Raises `NoWorker` until the first worker has been reached."""
+        ...
+
+    @property
+    def stats(self) -> GeneratorStats: ...
+
+    def generate(self, request: SequenceRequest) -> AsyncIterator[SequenceChunk]:
+        """Yields the sequence's chunks. Leaving the iteration early (aclose, cancellation) aborts the request.
+
+        Wrap it in `contextlib.aclosing` where iteration may stop early: an async generator that is merely dropped is
+        closed only when it is collected.
+
+        Raises:
+            GenerationError: at the first `__anext__` if nothing could be started, later if it could not be finished.
+        """
+        ...
+
+    async def wait_ready(self) -> None:
+        """Returns once a request can be served: a decode worker is there."""
+        ...
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        """Every worker that the gateway was told of, ready or not, with its load."""
+        ...
