@@ -1,0 +1,232 @@
+"""All that a cluster is told: one frozen configuration, from a YAML file and flags (flags win).
+
+A key is a flag: `max_num_seqs: 32` in the file is `--max-num-seqs 32` on the command line; names are vLLM's where it has
+one. The fields below are the only list of them: the command line makes its flags out of it. Every value is checked here,
+before anything is started, and a bad one is named together with what is allowed.
+
+What depends on the model (a context, the size of a pool) is worked out in `worker_plan.py` and passed on, never
+written back.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+
+class ConfigError(ValueError):
+    """Values that are not allowed: one sentence each, in `problems`."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def _no_truth_value(value: object) -> object:
+    # To pydantic `true` is 1; in a file of ours it is a mistake.
+    if isinstance(value, bool):
+        raise PydanticCustomError("bool", "must be a number")
+    return value
+
+
+_Int = Annotated[int, BeforeValidator(_no_truth_value)]
+_Port = Annotated[_Int, Field(ge=0, le=65535)]
+_Seconds = Annotated[float, BeforeValidator(_no_truth_value), Field(gt=0, allow_inf_nan=False)]
+
+
+class ClusterConfig(BaseModel):
+    """One cluster: its model, its workers, its gateway. Complete at birth, but for what depends on the model.
+
+    Raises:
+        ValidationError: a value that is not allowed; `load_config` turns it into a `ConfigError`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    model: str = Field(
+        "smollm2-135m-instruct",
+        min_length=1,
+        description="The embedded model's name, a folder with config.json and safetensors, or a .gguf file.",
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="The name that clients use. [default: the model as given]"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Of computing and of the KV cache.")
+
+    host: str = Field("127.0.0.1", min_length=1, description="Where the gateway listens.")
+    port: _Port = Field(8000, description="HTTP; 0: one that is free.")
+    grpc_port: _Port | None = Field(None, description="gRPC. [default: port + 1, or one that is free if port is 0]")
+
+    prefill_workers: _Int = Field(1, ge=0, description="0: decode workers prefill for themselves.")
+    decode_workers: _Int = Field(1, ge=1, description="At least one.")
+    threads: _Int | None = Field(
+        None, ge=1, description="For computing, a worker. [default: this machine's cores, shared by the workers]"
+    )
+    block_size: _Int = Field(16, ge=1, le=1024, description="Tokens a KV block.")
+    num_blocks: _Int | None = Field(
+        None, ge=2, description="KV blocks a worker, with the null block. [default: about 1 GiB, or two contexts]"
+    )
+    max_model_len: _Int | None = Field(
+        None, ge=2, description="Longest context, prompt and output. [default: the model's own]"
+    )
+    max_num_seqs: _Int = Field(64, ge=1, description="Requests in a worker's running batch.")
+    max_num_batched_tokens: _Int = Field(
+        512,
+        ge=1,
+        description="Tokens a step of a worker. A step lasts as long as these take, and running requests wait for it.",
+    )
+    max_local_prefill_tokens: _Int = Field(
+        16,
+        ge=0,
+        description="Uncached prompts up to this length are prefilled on the decode worker; 0: always apart.",
+    )
+
+    max_waiting: _Int = Field(1024, ge=1, description="Requests waiting at a worker, before more are refused (429).")
+    request_timeout_s: _Seconds = Field(600.0, description="Deadline of a request that brings none.")
+    handoff_timeout_s: _Seconds = Field(120.0, description="Deadline of a hand-off whose request has none.")
+    lease_s: _Seconds = Field(30.0, description="A hand-off without progress for so long is over.")
+    keepalive_s: _Seconds = Field(2.0, description="Between pings of a stream; dead after 3 missed.")
+    max_repairs: _Int = Field(3, ge=0, description="How often a request may lose a worker before it fails.")
+    drain_timeout_s: _Seconds = Field(300.0, description="A worker that is drained ends after so long, whatever runs.")
+    start_timeout_s: _Seconds = Field(600.0, description="For workers to be placed and to load the model.")
+    shutdown_timeout_s: _Seconds = Field(5.0, description="For running requests to end after Ctrl-C.")
+
+    ray_address: str = Field(
+        "local",
+        min_length=1,
+        description='"local": a Ray of its own on this machine; "auto" or host:port: join that cluster, '
+        "from one of its nodes. [default: $RAY_ADDRESS, or local]",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Of all processes.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "ClusterConfig":
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # Else a full running batch could not take one step.
+            raise _problem(
+                f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "
+                f"not {self.max_num_batched_tokens}"
+            )
+        if self.port and self.port == self.grpc_port:
+            raise _problem(f"grpc_port: must differ from port, and both are {self.port}")
+        # Nested outward: an inner wait must be over before an outer one gives up.
+        for inner, outer in (("lease_s", "handoff_timeout_s"), ("handoff_timeout_s", "request_timeout_s")):
+            if getattr(self, inner) > getattr(self, outer):
+                raise _problem(
+                    f"{inner}: must be at most {outer} ({getattr(self, outer):g}), not {getattr(self, inner):g}"
+                )
+        if self.ray_address.startswith("ray://"):
+            raise _problem(
+                f'ray_address: must be "local", "auto" or host:port, not {self.ray_address!r}: '
+                "the gateway runs on a node of the cluster"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or self.model
+
+    @property
+    def grpc_listen_port(self) -> int:
+        """The port that the gRPC server asks for; 0: one that is free."""
+        if self.grpc_port is not None:
+            return self.grpc_port
+        # The neighbour, so that it can be guessed; a port 65535 has none.
+        return self.port + 1 if 0 < self.port < 65535 else 0
+
+    @property
+    def joins_cluster(self) -> bool:
+        """Whether workers may run on other machines."""
+        return self.ray_address != "local"
+
+
+def load_config(file: Path | None = None, flags: Mapping[str, object] | None = None) -> ClusterConfig:
+    """The configuration of a file, if one is given, and of flags over it.
+
+    Args:
+        file: YAML; keys as flags are written, with `_` or `-`.
+        flags: by field name; None is a flag that was not given.
+
+    Raises:
+        ConfigError: a file that is not readable, an unknown key, values that are not allowed.
+    """
+    values = {} if file is None else _read_yaml(file)
+    values |= {name: value for name, value in (flags or {}).items() if value is not None}
+    if address := os.environ.get("RAY_ADDRESS"):
+        values.setdefault("ray_address", address)
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as exc:
+        raise ConfigError(*(_sentence(error) for error in exc.errors())) from exc
+
+
+def _read_yaml(file: Path) -> dict[str, object]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"config file {file} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"config file {file} is not UTF-8 text") from exc
+    except yaml.YAMLError as exc:
+        where = f" at line {mark.line + 1}" if (mark := getattr(exc, "problem_mark", None)) else ""
+        raise ConfigError(f"config file {file} is not YAML{where}: {getattr(exc, 'problem', exc)}") from exc
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {file} must hold keys and values, not a {type(content).__name__}")
+    values: dict[str, object] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in values:
+            raise ConfigError(f"config file {file} gives {name} twice, once with - and once with _")
+        values[name] = value
+    return values
+
+
+def _problem(sentence: str) -> PydanticCustomError:
+    # Braces would be read as a template.
+    return PydanticCustomError("cluster", "{sentence}", {"sentence": sentence})
+
+
+_LIMITS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One problem in words, with the name and the offending value."""
+    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
+    if kind == "cluster":
+        return str(context["sentence"])
+    name = str(error["loc"][0])
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(name, ClusterConfig.model_fields, n=1)
+        return f"{name}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
+    # A flag's number comes as text.
+    shown = value if kind in _LIMITS or kind == "finite_number" else repr(value)
+    return f"{name}: must be {_allowed(kind, context)}, not {shown}"
+
+
+def _allowed(kind: str, context: dict[str, Any]) -> str:
+    if kind in _LIMITS:
+        key, words = _LIMITS[kind]
+        return f"{words} {context[key]:g}"
+    if kind == "literal_error":
+        return f"one of {context['expected']}".replace("'", "")
+    if kind.startswith("int"):
+        return "a whole number"
+    if kind.startswith(("float", "bool")):
+        return "a number"
+    if kind == "finite_number":
+        return "finite"
+    assert kind.startswith("string"), f"no words for a {kind} of {context}"
+    return "text that is not empty" if kind == "string_too_short" else "text"
