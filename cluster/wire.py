@@ -1,0 +1,198 @@
+"""Between the gateway's own types and the worker's protobuf messages; the only file of `cluster` that knows both."""
+
+from collections.abc import Iterable, Sequence
+
+from cluster.generator import SequenceRequest, StageTimes
+from cluster.router import Plan
+from cluster.session_messages import NeedPrefill, Output
+from cluster.worker_info import Role, WorkerInfo, WorkerLoad
+from engine.executor import SampledToken
+from engine.kvcache.block_hash import BlockHash
+from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
+from engine.sampling_params import FinishReason, SamplingParams
+from tandem.v1 import sampling_pb2 as sampling_pb
+from tandem.v1 import worker_pb2 as pb
+
+HASH_BYTES = 16
+
+_ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
+_FINISH_REASONS = {
+    sampling_pb.FINISH_REASON_UNSPECIFIED: None,
+    sampling_pb.FINISH_REASON_STOP: FinishReason.STOP,
+    sampling_pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    sampling_pb.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+
+
+class WireError(ValueError):
+    """A worker sent what it must not: another version, or a bug in it."""
+
+
+# --- what a worker is
+
+
+def worker_info(message: pb.DescribeResponse, address: str) -> WorkerInfo:
+    """A worker's description.
+
+    Args:
+        address: where it was reached.
+    """
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise WireError(f"the worker at {address} has the unknown role {message.role}")
+    return WorkerInfo(
+        worker_id=message.worker_id,
+        instance_id=message.instance_id,
+        role=role,
+        address=address,
+        model_name=message.model_name,
+        model_path=message.model_path,
+        fingerprint=message.fingerprint,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        max_model_len=message.max_model_len,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        vocab_size=message.vocab_size,
+        bytes_per_block=message.bytes_per_block,
+        dtype=message.dtype,
+        metrics_address=message.metrics_address,
+    )
+
+
+def worker_load(message: pb.Load) -> WorkerLoad:
+    return WorkerLoad(
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_transferring=message.num_transferring,
+        num_free_blocks=message.num_free_blocks,
+        num_cached_blocks=message.num_cached_blocks,
+        num_active_blocks=message.num_active_blocks,
+        num_waiting_tokens=message.num_waiting_tokens,
+        draining=message.draining,
+    )
+
+
+def _peer(info: WorkerInfo) -> pb.Peer:
+    return pb.Peer(worker_id=info.worker_id, instance_id=info.instance_id, address=info.address)
+
+
+# --- gateway → worker
+
+
+def submit(
+    wire_id: str, request: SequenceRequest, plan: Plan, resume_token_ids: Sequence[int], timeout_s: float
+) -> pb.SessionRequest:
+    """A request on its way to `plan.decode`.
+
+    Args:
+        resume_token_ids: generated elsewhere and already delivered.
+        timeout_s: what is left of its time.
+    """
+    message = pb.Submit(
+        request_id=wire_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling_params=sampling_params(request.params),
+        plan=pb.Plan(num_cached_blocks=plan.num_cached_blocks),
+        resume_token_ids=resume_token_ids,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        # 0 would mean the worker's default.
+        timeout_ms=max(1, round(timeout_s * 1000)),
+    )
+    if plan.prefill is not None:
+        message.plan.prefill_worker.CopyFrom(_peer(plan.prefill))
+    if plan.cached_on is not None:
+        message.plan.cached_on.CopyFrom(_peer(plan.cached_on))
+    return pb.SessionRequest(submit=message)
+
+
+def assign(wire_id: str, prefill: WorkerInfo | None) -> pb.SessionRequest:
+    """The answer to `NeedPrefill`; None: prefill the rest yourself."""
+    message = pb.Assign(request_id=wire_id)
+    if prefill is not None:
+        message.prefill_worker.CopyFrom(_peer(prefill))
+    return pb.SessionRequest(assign=message)
+
+
+def abort(wire_ids: Iterable[str]) -> pb.SessionRequest:
+    return pb.SessionRequest(abort=pb.Abort(request_ids=wire_ids))
+
+
+def sampling_params(params: SamplingParams) -> sampling_pb.SamplingParams:
+    """Every field is set, so that nothing is left to a worker's defaults; stop strings stay at the gateway."""
+    return sampling_pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        n=1,
+        logprobs=params.logprobs,
+        seed=params.seed,
+        logit_bias=params.logit_bias,
+    )
+
+
+# --- worker → gateway
+
+
+def output(message: pb.RequestOutput) -> Output:
+    """One request's part of a step."""
+    if message.logprobs and len(message.logprobs) != len(message.token_ids):
+        raise WireError(f"{len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
+    if message.logprobs:
+        tokens = tuple(
+            SampledToken(
+                token_id, logprobs.logprob, tuple(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True))
+            )
+            for token_id, logprobs in zip(message.token_ids, message.logprobs, strict=True)
+        )
+    else:
+        tokens = tuple(SampledToken(token_id) for token_id in message.token_ids)
+    stages = message.stages
+    return Output(
+        tokens=tokens,
+        finish_reason=_FINISH_REASONS[message.finish_reason],
+        matched_token_id=message.matched_token_id if message.HasField("matched_token_id") else None,
+        num_cached_tokens=message.usage.num_cached_tokens if message.HasField("usage") else None,
+        stages=StageTimes(stages.queued, stages.prefill, stages.transfer, stages.decode)
+        if message.HasField("stages")
+        else None,
+    )
+
+
+def need_prefill(message: pb.NeedPrefill) -> NeedPrefill:
+    return NeedPrefill(message.reason, message.num_confirmed_blocks, message.failed_worker_id)
+
+
+# --- KV events
+
+
+def block_hashes(joined: bytes) -> tuple[BlockHash, ...]:
+    """Concatenated hashes, apart."""
+    if len(joined) % HASH_BYTES:
+        raise WireError(f"{len(joined)} bytes are no whole number of block hashes")
+    return tuple(BlockHash(joined[i : i + HASH_BYTES]) for i in range(0, len(joined), HASH_BYTES))
+
+
+def kv_events(message: pb.Batch) -> tuple[KVEvent, ...]:
+    """The changes of a batch, in order."""
+    return tuple(_kv_event(change) for change in message.changes)
+
+
+def _kv_event(change: pb.CacheChange) -> KVEvent:
+    match change.WhichOneof("change"):
+        case "stored":
+            return BlocksStored(block_hashes(change.stored))
+        case "removed":
+            return BlocksRemoved(block_hashes(change.removed))
+        case "cleared":
+            return CacheCleared()
+        case other:
+            raise WireError(f"unknown change of a cache: {other}")
