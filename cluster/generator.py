@@ -10,7 +10,7 @@ request alone.
 alone.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -94,7 +94,7 @@ class Generator(Protocol):
     @property
     def stats(self) -> GeneratorStats: ...
 
-    def generate(self, request: SequenceRequest) -> AsyncIterator[SequenceChunk]:
+    def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         """Yields the sequence's chunks. Leaving the iteration early (aclose, cancellation) aborts the request.
 
         Wrap it in `contextlib.aclosing` where iteration may stop early: an async generator that is merely dropped is

@@ -9,7 +9,7 @@ the tag `generation`, which marks the assistant's words and changes nothing.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -66,7 +66,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as exc:
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
             raise InvalidRequest(
                 f"the model's chat template does not accept this conversation: {exc}", param="messages"
             ) from exc
@@ -89,7 +89,7 @@ def _to_json(
 class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` stands for what it encloses."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
-from cluster.text.gguf_metadata import read_gguf_metadata
 from cluster.text.tokenizer import SpecialTokens, Tokenizer
+from engine.model.gguf_file import GGUFFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE_PIECE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -111,9 +111,11 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
     """From the file's metadata.
 
     Raises:
-        ValueError: a damaged file, one without a vocabulary, or a kind of tokenizer that is not known here.
+        ModelLoadError: no GGUF file, or a damaged one.
+        ValueError: one without a vocabulary, or with a kind of tokenizer that is not known here.
     """
-    metadata = read_gguf_metadata(path)
+    with GGUFFile(path) as file:
+        metadata = file.metadata
     try:
         return _from_metadata(metadata, path.name)
     except KeyError as exc:

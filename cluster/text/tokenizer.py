@@ -62,6 +62,7 @@ class Tokenizer:
 
         Raises:
             FileNotFoundError: a folder without tokenizer.json.
+            ModelLoadError: a damaged GGUF file.
             ValueError: a tokenizer of a kind that is not known here, or a damaged file.
         """
         if path.is_dir():

@@ -1,0 +1,151 @@
+"""Text out of token sequences: what stands between the front doors and the generator.
+
+A request's choices run side by side, each one sequence. Its tokens pass a detokenizer and a stop matcher; what leaves
+is a `TextDelta` for every step that brought tokens. A stop string ends its choice: the sequence is closed, so that its
+worker stops, and the tokens after it count for nothing.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from cluster.generator import Generator, SequenceChunk, SequenceRequest, ServedModel, StageTimes
+from cluster.interleave import interleave
+from cluster.metrics import GatewayMetrics
+from cluster.text.detokenizer import Detokenizer
+from cluster.text.stop_strings import StopMatch, StopMatcher
+from cluster.text.tokenizer import Tokenizer
+from cluster.text_request import PlannedText, SequencePlanner, TextOptions, TextRequest
+from engine.executor import SampledToken
+from engine.sampling_params import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What a step added to one choice. The text lags behind the tokens while it could still become a stop string."""
+
+    index: int  # of the choice, among all of a call
+    text: str
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None  # the last delta of its choice has one
+    matched_stop: str | int | None = None  # the stop string, or the id of the stop token
+    num_cached_tokens: int = 0  # of the prompt
+    prefill_worker: str | None = None
+    decode_worker: str | None = None
+    stages: StageTimes | None = None
+
+
+class OutputText:
+    """The text of one sequence, as it grows: plain state, fed with chunks."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._matcher = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
+        self._min_tokens = options.min_tokens
+        self._shows_stop_token = options.include_stop_str_in_output
+        self._num_tokens = 0
+
+    def push(self, index: int, chunk: SequenceChunk) -> TextDelta:
+        """The chunk as text; with a `finish_reason` of STOP if a stop string is complete in it."""
+        text = ""
+        for number, token in enumerate(chunk.tokens):
+            self._num_tokens += 1
+            is_last = number == len(chunk.tokens) - 1
+            if is_last and chunk.matched_token_id is not None and not self._shows_stop_token:
+                continue  # the stop token is no part of the text
+            found = self._match(self._detokenizer.push([token.token_id]))
+            if isinstance(found, StopMatch):
+                return self._delta(index, text + found.text, chunk, number + 1, found.stop)
+            text += found
+        if chunk.finish_reason is not None:
+            found = self._match(self._detokenizer.flush())
+            if isinstance(found, StopMatch):
+                return self._delta(index, text + found.text, chunk, len(chunk.tokens), found.stop)
+            text += found + self._matcher.flush()
+        return self._delta(index, text, chunk, len(chunk.tokens), None)
+
+    def _match(self, text: str) -> str | StopMatch:
+        # No stop string counts before min_tokens are there, as no stop token does.
+        return text if self._num_tokens < self._min_tokens else self._matcher.push(text)
+
+    def _delta(self, index: int, text: str, chunk: SequenceChunk, num_tokens: int, stop: str | None) -> TextDelta:
+        return TextDelta(
+            index=index,
+            text=text,
+            tokens=chunk.tokens[:num_tokens],
+            finish_reason=chunk.finish_reason if stop is None else FinishReason.STOP,
+            matched_stop=chunk.matched_token_id if stop is None else stop,
+            num_cached_tokens=chunk.num_cached_tokens,
+            prefill_worker=chunk.prefill_worker,
+            decode_worker=chunk.decode_worker,
+            stages=chunk.stages,
+        )
+
+
+class TextGenerator:
+    """Continues prompts with text, over any `Generator`."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.planner = SequencePlanner(generator.model, tokenizer, clock=clock)
+        self._metrics = metrics
+        self._clock = clock
+
+    @property
+    def model(self) -> ServedModel:
+        return self.generator.model
+
+    async def plan(self, request: TextRequest) -> PlannedText:
+        """What `run` needs; refuses what cannot be served before anything is started.
+
+        Raises:
+            InvalidRequest: see `SequencePlanner.plan`.
+        """
+        return await self.planner.plan(request)
+
+    def run(self, planned: Sequence[PlannedText]) -> AsyncGenerator[TextDelta, None]:
+        """Runs all choices of all prompts side by side; a choice's index counts through them, prompt by prompt.
+
+        Wrap it in `contextlib.aclosing`: closing it aborts what still runs.
+
+        Raises:
+            GenerationError: a sequence could not be started or finished; the others are aborted.
+        """
+        streams: list[AsyncGenerator[TextDelta, None]] = []
+        base = 0
+        for prompt in planned:
+            if not prompt.sequences:
+                streams.extend(_nothing(base + index) for index in range(prompt.options.n))
+            for index, sequence in enumerate(prompt.sequences):
+                streams.append(self._run(base + index, sequence, prompt))
+            base += prompt.options.n
+        return interleave(streams)
+
+    async def _run(
+        self, index: int, sequence: SequenceRequest, planned: PlannedText
+    ) -> AsyncGenerator[TextDelta, None]:
+        output = OutputText(self.tokenizer, planned.options)
+        with self._metrics.sequence(len(sequence.prompt_token_ids), planned.arrival_time, self._clock) as timing:
+            async with aclosing(self.generator.generate(sequence)) as chunks:
+                async for chunk in chunks:
+                    delta = output.push(index, chunk)
+                    timing.tokens(len(delta.tokens), delta.num_cached_tokens)
+                    if delta.finish_reason is not None:
+                        timing.finished(delta.finish_reason.value)
+                    if delta.text or delta.tokens or delta.finish_reason is not None:
+                        yield delta
+                    if delta.finish_reason is not None:
+                        return
+
+
+async def _nothing(index: int) -> AsyncGenerator[TextDelta, None]:
+    """A choice of no tokens."""
+    yield TextDelta(index=index, text="", tokens=(), finish_reason=FinishReason.LENGTH)

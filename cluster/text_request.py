@@ -1,0 +1,248 @@
+"""A request for text, as all front doors see it, and the sequences of tokens it comes down to.
+
+HTTP and gRPC both translate into a `TextRequest`. `SequencePlanner.plan` checks it against the served model, tokenizes
+its prompt and resolves every default, so that what is refused is refused before anything runs; the outcome is a
+`PlannedText`: one `SequenceRequest` for each of its `n` choices.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.errors import InvalidRequest
+from cluster.generator import SequenceRequest, ServedModel
+from cluster.text.tokenizer import Tokenizer
+from engine.sampling_params import SamplingParams
+
+MAX_CHOICES = 128  # n; OpenAI's bound
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 256
+# Longer texts are tokenized in a thread: some milliseconds, in which other requests' tokens would have to wait.
+_INLINE_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How to continue a prompt; the defaults are what an absent field means."""
+
+    n: int = 1
+    max_tokens: int | None = None  # None: to the end of the model's context
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: one is drawn
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """A prompt, as text or as token ids, and how to continue it."""
+
+    request_id: str
+    prompt: str | Sequence[int]
+    options: TextOptions = field(default_factory=TextOptions)
+    add_special_tokens: bool = True  # to a prompt of text; a chat template has put them in already
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedText:
+    """A request that can run: checked, tokenized, every default resolved."""
+
+    request_id: str
+    options: TextOptions
+    prompt: str | None  # its text, if it came as text
+    prompt_token_ids: tuple[int, ...]
+    sequences: tuple[SequenceRequest, ...]  # one a choice; none if no token may be generated (max_tokens 0)
+    arrival_time: float
+
+
+class SequencePlanner:
+    """Turns requests for text into sequences for one served model."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        *,
+        clock: Callable[[], float],
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(64) - 2**63,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._draw_seed = draw_seed
+
+    async def plan(self, request: TextRequest) -> PlannedText:
+        """Checks, tokenizes, resolves.
+
+        Raises:
+            InvalidRequest: the request cannot be served by this model; `param` names the field.
+        """
+        arrival_time = self._clock()
+        options = request.options
+        self._check(options)
+        token_ids = await self._tokenize(request)
+        max_tokens = self._max_tokens(len(token_ids), options)
+        sequences = self._sequences(request, token_ids, max_tokens)
+        return PlannedText(
+            request_id=request.request_id,
+            options=options,
+            prompt=request.prompt if isinstance(request.prompt, str) else None,
+            prompt_token_ids=token_ids,
+            sequences=sequences,
+            arrival_time=arrival_time,
+        )
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """The token ids of a text that may be a prompt here; long ones in a thread.
+
+        Raises:
+            InvalidRequest: it is longer than any prompt of this model, or is not Unicode.
+        """
+        # Before any work: no token stands for more bytes than the longest one, and a character is at least a byte.
+        if len(text) > self._model.max_model_len * self._tokenizer.max_token_bytes:
+            raise InvalidRequest(
+                f"{param} has {len(text)} characters, which cannot fit the model's context of "
+                f"{self._model.max_model_len} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+        try:
+            if len(text) <= _INLINE_CHARACTERS:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        except ValueError as exc:
+            raise InvalidRequest(f"{param}: {exc}", param=param) from exc
+
+    async def _tokenize(self, request: TextRequest) -> tuple[int, ...]:
+        if isinstance(request.prompt, str):
+            token_ids = await self.tokenize(request.prompt, add_special_tokens=request.add_special_tokens)
+        else:
+            token_ids = list(request.prompt)
+            for token_id in token_ids:
+                self._check_token_id(token_id, "prompt")
+        if not token_ids:
+            raise InvalidRequest("prompt is empty: it must have at least one token", param="prompt")
+        return tuple(token_ids)
+
+    def _max_tokens(self, num_prompt_tokens: int, options: TextOptions) -> int:
+        context = self._model.max_model_len
+        room = context - num_prompt_tokens
+        max_tokens = options.max_tokens
+        if max_tokens is None:
+            max_tokens = max(room, 1)  # at least one token, or the request makes no sense
+        if max_tokens > room:
+            raise InvalidRequest(
+                f"the model's context holds {context} tokens; the prompt has {num_prompt_tokens} and up to "
+                f"{max_tokens} more are asked for",
+                param="max_tokens" if num_prompt_tokens < context else "prompt",
+                code="context_length_exceeded",
+            )
+        return max_tokens
+
+    def _check(self, options: TextOptions) -> None:
+        if not 1 <= options.n <= MAX_CHOICES:
+            raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], not {options.n}", param="n")
+        if options.max_tokens is not None and options.max_tokens < 0:
+            raise InvalidRequest(f"max_tokens must not be negative, and is {options.max_tokens}", param="max_tokens")
+        if options.logprobs is not None and not 0 <= options.logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be in [0, {MAX_LOGPROBS}], not {options.logprobs}", param="logprobs")
+        if len(options.stop) > MAX_STOPS:
+            raise InvalidRequest(f"stop has {len(options.stop)} strings; at most {MAX_STOPS} are allowed", param="stop")
+        longest = max(map(len, options.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed", param="stop"
+            )
+        if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids has {len(options.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
+                param="stop_token_ids",
+            )
+        for token_id in options.stop_token_ids:
+            self._check_token_id(token_id, "stop_token_ids")
+        for token_id in options.logit_bias:
+            self._check_token_id(token_id, "logit_bias")
+        if not -(2**31) <= options.priority < 2**31:
+            raise InvalidRequest(f"priority must fit 32 bits, and is {options.priority}", param="priority")
+
+    def _check_token_id(self, token_id: int, param: str) -> None:
+        if not 0 <= token_id < self._model.vocab_size:
+            raise InvalidRequest(
+                f"{param} has the token id {token_id}; the model's ids are 0 to {self._model.vocab_size - 1}",
+                param=param,
+            )
+
+    def _sequences(
+        self, request: TextRequest, token_ids: tuple[int, ...], max_tokens: int
+    ) -> tuple[SequenceRequest, ...]:
+        options = request.options
+        seed = _wrap(self._draw_seed() if options.seed is None else options.seed)
+        stop_token_ids = set(options.stop_token_ids)
+        if not options.ignore_eos:
+            stop_token_ids |= self._tokenizer.eos_token_ids
+        try:
+            all_params = [
+                SamplingParams(
+                    max_tokens=max(max_tokens, 1),
+                    temperature=options.temperature,
+                    top_p=options.top_p,
+                    top_k=options.top_k,
+                    min_p=options.min_p,
+                    repetition_penalty=options.repetition_penalty,
+                    presence_penalty=options.presence_penalty,
+                    frequency_penalty=options.frequency_penalty,
+                    logit_bias=dict(options.logit_bias),
+                    seed=choice_seed(seed, index),
+                    logprobs=options.logprobs,
+                    min_tokens=options.min_tokens,
+                    stop_token_ids=tuple(sorted(stop_token_ids)),
+                )
+                for index in range(options.n)
+            ]
+        except ValueError as exc:  # its messages begin with the field
+            raise InvalidRequest(str(exc), param=str(exc).partition(" ")[0]) from exc
+        if max_tokens == 0:
+            return ()
+        return tuple(
+            SequenceRequest(
+                request_id=f"{request.request_id}-{index}",
+                prompt_token_ids=token_ids,
+                params=params,
+                cache_salt=options.cache_salt,
+                priority=options.priority,
+                timeout_s=options.timeout_s,
+            )
+            for index, params in enumerate(all_params)
+        )
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of a request's choice: the request's own for the first, others as if drawn, but always the same."""
+    if index == 0:
+        return seed
+    key = seed.to_bytes(8, "little", signed=True) + index.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
+
+
+def _wrap(seed: int) -> int:
+    """Any integer as a signed 64-bit one; those that are keep their value."""
+    return (seed + 2**63) % 2**64 - 2**63
