@@ -1,8 +1,8 @@
 """All that a cluster is told: one frozen configuration, from a YAML file and flags (flags win).
 
-A key is a flag: `max_num_seqs: 32` in the file is `--max-num-seqs 32` on the command line; names are vLLM's where it has
-one. The fields below are the only list of them: the command line makes its flags out of it. Every value is checked here,
-before anything is started, and a bad one is named together with what is allowed.
+A key is a flag: `max_num_seqs: 32` in the file is `--max-num-seqs 32` on the command line; names are vLLM's where it
+has one. The fields below are the only list of them: the command line makes its flags out of it. Every value is checked
+here, before anything is started, and a bad one is named together with what is allowed.
 
 What depends on the model (a context, the size of a pool) is worked out in `worker_plan.py` and passed on, never
 written back.
@@ -54,25 +54,25 @@ class ClusterConfig(BaseModel):
         description="The embedded model's name, a folder with config.json and safetensors, or a .gguf file.",
     )
     served_model_name: str | None = Field(
-        None, min_length=1, description="The name that clients use. [default: the model as given]"
+        None, min_length=1, description="The name that clients use. (default: the model as given)"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Of computing and of the KV cache.")
 
     host: str = Field("127.0.0.1", min_length=1, description="Where the gateway listens.")
     port: _Port = Field(8000, description="HTTP; 0: one that is free.")
-    grpc_port: _Port | None = Field(None, description="gRPC. [default: port + 1, or one that is free if port is 0]")
+    grpc_port: _Port | None = Field(None, description="gRPC. (default: port + 1, or one that is free if port is 0)")
 
     prefill_workers: _Int = Field(1, ge=0, description="0: decode workers prefill for themselves.")
     decode_workers: _Int = Field(1, ge=1, description="At least one.")
     threads: _Int | None = Field(
-        None, ge=1, description="For computing, a worker. [default: this machine's cores, shared by the workers]"
+        None, ge=1, description="For computing, a worker. (default: this machine's cores, shared by the workers)"
     )
     block_size: _Int = Field(16, ge=1, le=1024, description="Tokens a KV block.")
     num_blocks: _Int | None = Field(
-        None, ge=2, description="KV blocks a worker, with the null block. [default: about 1 GiB, or two contexts]"
+        None, ge=2, description="KV blocks a worker, with the null block. (default: about 1 GiB, or two contexts)"
     )
     max_model_len: _Int | None = Field(
-        None, ge=2, description="Longest context, prompt and output. [default: the model's own]"
+        None, ge=2, description="Longest context, prompt and output. (default: the model's own)"
     )
     max_num_seqs: _Int = Field(64, ge=1, description="Requests in a worker's running batch.")
     max_num_batched_tokens: _Int = Field(
@@ -100,7 +100,7 @@ class ClusterConfig(BaseModel):
         "local",
         min_length=1,
         description='"local": a Ray of its own on this machine; "auto" or host:port: join that cluster, '
-        "from one of its nodes. [default: $RAY_ADDRESS, or local]",
+        "from one of its nodes. (default: $RAY_ADDRESS, or local)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Of all processes.")
 
@@ -122,8 +122,8 @@ class ClusterConfig(BaseModel):
                 )
         if self.ray_address.startswith("ray://"):
             raise _problem(
-                f'ray_address: must be "local", "auto" or host:port, not {self.ray_address!r}: '
-                "the gateway runs on a node of the cluster"
+                f"ray_address: must be 'local', 'auto' or host:port, not {self.ray_address!r}: "
+                "the gateway runs inside the cluster"
             )
         return self
 

@@ -59,9 +59,8 @@ def test_defaults_are_allowed_values() -> None:
         ({"max_num_seq": 8}, "max_num_seq: there is no such key; did you mean max_num_seqs?"),
         ({"zebra": 8}, "zebra: there is no such key"),
         (
-            {"ray_address": "ray://head:10001"},
-            'ray_address: must be "local", "auto" or host:port, not \'ray://head:10001\': '
-            "the gateway runs on a node of the cluster",
+            {"ray_address": "ray://a:1"},
+            "ray_address: must be 'local', 'auto' or host:port, not 'ray://a:1': the gateway runs inside the cluster",
         ),
     ],
 )

@@ -1,0 +1,126 @@
+"""An OpenAI-compatible server, as a client sees it: models, text, and streams of chunks.
+
+What `chat`, `bench` and `status` share. Nothing here is Tandem's own: any such server will do.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+
+
+class ServerError(Exception):
+    """The server could not be reached, or answered with an error; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A streamed answer: its headers, then its chunks as parsed JSON."""
+
+    headers: Mapping[str, str]
+    chunks: AsyncIterator[dict[str, Any]]
+
+
+class ApiClient:
+    """A connection pool to one server. An async context manager.
+
+    Args:
+        base_url: with or without a trailing `/v1`.
+        timeout_s: for connecting, and between two chunks of an answer.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            # An open-loop load must never wait for a connection to come free.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> httpx.Response:
+        """The response to GET, whatever its status.
+
+        Raises:
+            ServerError: there was none.
+        """
+        with self._transport_errors():
+            return await self._http.get(path)
+
+    async def model(self) -> str:
+        """The id of the first model that the server serves.
+
+        Raises:
+            ServerError: it cannot be asked, or serves none.
+        """
+        response = await self.get("/v1/models")
+        if response.is_error:
+            raise ServerError(self._words(response))
+        with self._transport_errors():
+            models = response.json().get("data") or []
+        if not models:
+            raise ServerError(f"{self.base_url} serves no model")
+        return str(models[0]["id"])
+
+    @asynccontextmanager
+    async def stream(self, path: str, payload: Mapping[str, Any]) -> AsyncIterator[Stream]:
+        """POSTs and yields the answer's stream; leaving the context early aborts the request.
+
+        Raises:
+            ServerError: no connection, an error status, or an error within the stream.
+        """
+        with self._transport_errors():
+            async with self._http.stream("POST", path, json={**payload, "stream": True}) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise ServerError(self._words(response))
+                yield Stream(response.headers, self._chunks(response))
+
+    async def _chunks(self, response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+        async for line in response.aiter_lines():
+            # Server-sent events; comments (keep-alives) and blank lines say nothing.
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            chunk = json.loads(data)
+            if error := chunk.get("error"):
+                raise ServerError(str(error.get("message") or error))
+            yield chunk
+        raise ServerError("the server ended its answer in the middle")
+
+    def _words(self, response: httpx.Response) -> str:
+        try:
+            said = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            said = response.text.strip()[:200] or response.reason_phrase
+        return f"{self.base_url} answered {response.status_code}: {said}"
+
+    @contextmanager
+    def _transport_errors(self) -> Iterator[None]:
+        # The one place where httpx's errors become ours.
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+            raise ServerError(f"nothing answers at {self.base_url}; is a server running there?") from exc
+        except httpx.TimeoutException as exc:
+            raise ServerError(f"{self.base_url} did not answer in time") from exc
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as exc:
+            raise ServerError(f"{self.base_url!r} is not an http:// or https:// address") from exc
+        except httpx.TransportError as exc:
+            raise ServerError(f"the connection to {self.base_url} broke: {exc or type(exc).__name__}") from exc
+        except json.JSONDecodeError as exc:
+            raise ServerError(f"{self.base_url} sent something that is not JSON") from exc

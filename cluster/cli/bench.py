@@ -1,0 +1,107 @@
+"""`tandem bench`: an open-loop load on any OpenAI-compatible server, and what it showed."""
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cluster.cli.api_client import DEFAULT_BASE_URL, ApiClient, ServerError
+from cluster.cli.errors import MISUSED, CommandError, fails_in_a_sentence
+from cluster.cli.load_report import Latency, LoadReport
+from cluster.cli.open_loop import LoadConfig, RequestRecord, run_load
+
+
+@fails_in_a_sentence
+def bench(
+    base_url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = DEFAULT_BASE_URL,
+    model: Annotated[str | None, typer.Option(help="(default: the first that the server names)")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests to send.")] = 32,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Requests a second, Poisson. (default: all at once)")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens a prompt.")] = 256,
+    output_len: Annotated[int, typer.Option(help="Tokens an answer.")] = 64,
+    prefix_len: Annotated[int, typer.Option(help="Leading prompt tokens that all requests share.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers go on to --output-len.")] = True,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrival times.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds between two chunks of an answer.")] = 600.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here as well.")] = None,
+) -> None:
+    """Measure a server under an open-loop load: TTFT, ITL, TPOT, tokens/s."""
+    try:
+        config = LoadConfig(
+            num_requests=num_prompts,
+            request_rate=request_rate,
+            input_len=input_len,
+            output_len=output_len,
+            prefix_len=prefix_len,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            seed=seed,
+        )
+    except ValueError as exc:
+        raise CommandError(str(exc), exit_code=MISUSED) from exc
+    try:
+        model, records, duration_s = asyncio.run(_run(base_url, api_key, timeout, model, config))
+    except ServerError as exc:
+        raise CommandError(str(exc)) from exc
+    report = LoadReport.of(records, duration_s)
+    _print(Console(), report, config)
+    if json_file is not None:
+        result = {"base_url": base_url, "model": model, "load": dataclasses.asdict(config), **report.as_json()}
+        try:
+            json_file.write_text(json.dumps(result, indent=2) + "\n")
+        except OSError as exc:
+            raise CommandError(f"{json_file} cannot be written: {exc.strerror}") from exc
+    if report.failed:
+        first = next(record.error for record in records if record.error is not None)
+        raise CommandError(f"{report.failed} of {len(records)} requests failed, the first because: {first}")
+
+
+async def _run(
+    base_url: str, api_key: str | None, timeout_s: float, model: str | None, config: LoadConfig
+) -> tuple[str, Sequence[RequestRecord], float]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    async with ApiClient(base_url, api_key=api_key, timeout_s=timeout_s) as client:
+        model = model or await client.model()
+        # On stderr, so that stdout is the report alone.
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("requests", total=config.num_requests)
+            records, duration_s = await run_load(client, model, config, lambda record: progress.advance(bar))
+    return model, records, duration_s
+
+
+def _print(console: Console, report: LoadReport, config: LoadConfig) -> None:
+    rate = "all at once" if config.request_rate is None else f"{config.request_rate:g} a second"
+    table = Table(
+        title=f"{config.num_requests} requests, {rate}: {config.input_len} tokens in, {config.output_len} out"
+    )
+    table.add_column("milliseconds")
+    for name in Latency.__slots__:
+        table.add_column(name, justify="right")
+    rows = {
+        "time to first token": report.ttft,
+        "between tokens": report.itl,
+        "per output token": report.tpot,
+        "whole request": report.e2e,
+    }
+    for name, latency in rows.items():
+        times = ["–" if latency is None else f"{getattr(latency, k) * 1e3:,.1f}" for k in Latency.__slots__]
+        table.add_row(name, *times)
+    console.print(table)
+    cached = report.cached_tokens / report.prompt_tokens if report.prompt_tokens else 0.0
+    console.print(
+        f"{report.output_tokens_per_s:,.1f} output tokens/s · {report.requests_per_s:,.2f} requests/s · "
+        f"{report.duration_s:,.1f} s · {report.output_tokens:,} tokens out, {report.prompt_tokens:,} in "
+        f"({cached:.0%} cached)",
+        highlight=False,
+    )
