@@ -1,0 +1,87 @@
+"""Builds a `Llama` out of a checkpoint, tensor by tensor: what is beside the model never exceeds one fused matrix."""
+
+from pathlib import Path
+
+import torch
+
+from engine.model.config import ModelConfig
+from engine.model.linear import Linear
+from engine.model.llama import DecoderLayer, Llama, RMSNorm
+from engine.model.rope import RotaryEmbedding
+from engine.model.tensor_source import ROPE_FACTORS, TensorSource, open_source
+
+
+def load_llama(path: Path, config: ModelConfig, dtype: torch.dtype) -> Llama:
+    """Reads the weights of the model at `path`, whose description is `config`.
+
+    Raises:
+        ModelLoadError: a file or tensor is missing, damaged, misshapen or of a type that is not supported.
+    """
+    with torch.inference_mode(), open_source(path, config) as source:
+        return _Builder(config, source, dtype).model()
+
+
+class _Builder:
+    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> None:
+        self._config = config
+        self._source = source
+        self._dtype = dtype
+
+    def model(self) -> Llama:
+        config = self._config
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=self._dtype)
+        self._source.copy_into("model.embed_tokens.weight", embedding)
+        factors = None
+        if ROPE_FACTORS in self._source:
+            factors = torch.empty(config.head_dim // 2)
+            self._source.copy_into(ROPE_FACTORS, factors)
+        return Llama(
+            config=config,
+            embedding=embedding,
+            layers=tuple(self._layer(i) for i in range(config.num_layers)),
+            norm=self._norm("model.norm", config.hidden_size),
+            # Tied or not, its packed form is another one than the table's.
+            lm_head=Linear(embedding)
+            if config.tie_word_embeddings
+            else self._linear("lm_head", (), (config.vocab_size,), config.hidden_size, bias=False),
+            rope=RotaryEmbedding(config.rope, config.head_dim, factors),
+        )
+
+    def _layer(self, index: int) -> DecoderLayer:
+        config = self._config
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        qkv_sizes, gate_up_sizes = (q_size, kv_size, kv_size), (config.intermediate_size,) * 2
+        hidden_size = config.hidden_size
+        return DecoderLayer(
+            input_norm=self._norm(f"{layer}.input_layernorm", hidden_size),
+            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), qkv_sizes, hidden_size, bias=config.qkv_bias),
+            q_norm=self._norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
+            k_norm=self._norm(f"{attention}.k_norm", config.head_dim) if config.qk_norm else None,
+            o=self._linear(attention, ("o_proj",), (hidden_size,), q_size, bias=config.o_bias),
+            post_attention_norm=self._norm(f"{layer}.post_attention_layernorm", hidden_size),
+            gate_up=self._linear(mlp, ("gate_proj", "up_proj"), gate_up_sizes, hidden_size, bias=config.mlp_bias),
+            down=self._linear(mlp, ("down_proj",), (hidden_size,), config.intermediate_size, bias=config.mlp_bias),
+            window=config.layer_windows[index],
+        )
+
+    def _norm(self, name: str, size: int) -> RMSNorm:
+        weight = torch.empty(size, dtype=self._dtype)
+        self._source.copy_into(f"{name}.weight", weight)
+        return RMSNorm(weight, self._config.rms_norm_eps)
+
+    def _linear(
+        self, parent: str, parts: tuple[str, ...], out_sizes: tuple[int, ...], in_size: int, *, bias: bool
+    ) -> Linear:
+        """One layer out of `parts` (children of `parent`; none: itself), one below the other."""
+        names = [f"{parent}.{part}" for part in parts] or [parent]
+        weight = torch.empty(sum(out_sizes), in_size, dtype=self._dtype)
+        for name, rows in zip(names, torch.split(weight, list(out_sizes)), strict=True):
+            self._source.copy_into(f"{name}.weight", rows)
+        if not bias:
+            return Linear(weight)
+        biases = torch.empty(sum(out_sizes), dtype=self._dtype)
+        for name, items in zip(names, torch.split(biases, list(out_sizes)), strict=True):
+            self._source.copy_into(f"{name}.bias", items)
+        return Linear(weight, biases)

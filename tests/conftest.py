@@ -1,0 +1,25 @@
+"""What all tests share: no network for model libraries, one thread for torch, the oracle."""
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+# Before anything imports transformers: what a test does not find locally must fail, not be fetched.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+if TYPE_CHECKING:
+    from oracle import Oracle
+
+
+@pytest.fixture(scope="session")
+def oracle() -> "Oracle":
+    """transformers on the embedded model; loading takes seconds and half a gigabyte, so only where it is asked for."""
+    import torch
+
+    torch.set_num_threads(1)
+    from oracle import Oracle
+
+    return Oracle()
