@@ -1,0 +1,179 @@
+"""Which workers a configuration means: what each is told, and where they may be placed.
+
+Worked out before anything is started, and without torch: the model's description is read, not its weights. So a pool
+that is too small, or a model that is not there, is refused within a second.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.config import ClusterConfig, ConfigError
+from cluster.worker_info import Role
+from engine.config import EngineConfig
+from engine.kvcache.slots import num_blocks_for
+from engine.model.config import ModelConfig
+from engine.model.errors import ModelLoadError
+from engine.model.locate import EMBEDDED_MODEL, resolve_model
+from worker.config import WorkerConfig
+
+DEFAULT_POOL_BYTES = 1 << 30
+# A default never takes more than this to hold a second context: models of long contexts would take the whole machine.
+_MAX_DEFAULT_POOL_BYTES = 4 << 30
+_ITEM_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    """One worker to be: its role and all that it is told."""
+
+    role: Role
+    config: WorkerConfig
+
+    @property
+    def worker_id(self) -> str:
+        return self.config.worker_id
+
+    @property
+    def num_cpus(self) -> int:
+        """Cores that it computes on."""
+        return self.config.threads or 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """All workers of a cluster, prefill workers first. They differ in nothing but role and id."""
+
+    workers: tuple[PlannedWorker, ...]
+    bytes_per_block: int
+
+    @property
+    def engine(self) -> EngineConfig:
+        return self.workers[0].config.engine
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of one worker."""
+        return self.engine.num_blocks * self.bytes_per_block
+
+    @property
+    def num_cpus(self) -> int:
+        """Of all workers."""
+        return sum(worker.num_cpus for worker in self.workers)
+
+
+def plan_workers(config: ClusterConfig, num_cores: int | None = None) -> WorkerPlan:
+    """The workers of a cluster.
+
+    Args:
+        num_cores: that workers share if no number of threads is given; None: this machine's.
+
+    Raises:
+        ConfigError: no such model, one that is not supported, or a pool or a context that does not fit it.
+    """
+    try:
+        path = resolve_model(config.model)
+        model = ModelConfig.load(path)
+    except (FileNotFoundError, ModelLoadError) as exc:
+        raise ConfigError(f"model: {exc}") from exc
+    bytes_per_block = (
+        model.num_layers * 2 * model.num_kv_heads * config.block_size * model.head_dim * _ITEM_BYTES[config.dtype]
+    )
+    engine = _engine_config(config, model, bytes_per_block)
+    num_workers = config.prefill_workers + config.decode_workers
+    threads = config.threads or max(1, (num_cores or len(os.sched_getaffinity(0))) // num_workers)
+    # A path must not depend on the directory that a worker finds itself in; the embedded model each finds for itself.
+    model_for_workers = config.model if config.model == EMBEDDED_MODEL else str(path)
+    workers = [
+        PlannedWorker(role, _worker_config(config, model_for_workers, f"{role.value}-{i}", engine, threads))
+        for role, count in ((Role.PREFILL, config.prefill_workers), (Role.DECODE, config.decode_workers))
+        for i in range(count)
+    ]
+    return WorkerPlan(tuple(workers), bytes_per_block)
+
+
+def _engine_config(config: ClusterConfig, model: ModelConfig, bytes_per_block: int) -> EngineConfig:
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len: must be at most the model's context ({model.max_position_embeddings}), not {max_model_len}"
+        )
+    num_blocks = config.num_blocks or _default_num_blocks(max_model_len, config.block_size, bytes_per_block)
+    engine = EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting=config.max_waiting,
+    )
+    try:
+        engine.check_pool_holds_context()
+    except ValueError as exc:
+        raise ConfigError(f"num_blocks: {exc} (a block is {bytes_per_block / 2**20:.2f} MiB)") from exc
+    return engine
+
+
+def _default_num_blocks(max_model_len: int, block_size: int, bytes_per_block: int) -> int:
+    """About 1 GiB; more if two contexts need it, so that one long request does not stand alone; up to a limit."""
+    two_contexts = 2 * num_blocks_for(max_model_len, block_size) * bytes_per_block
+    return 1 + max(DEFAULT_POOL_BYTES, min(two_contexts, _MAX_DEFAULT_POOL_BYTES)) // bytes_per_block
+
+
+def _worker_config(
+    config: ClusterConfig, model: str, worker_id: str, engine: EngineConfig, threads: int
+) -> WorkerConfig:
+    return WorkerConfig(
+        engine=engine,
+        worker_id=worker_id,
+        model=model,
+        served_model_name=config.model_name,
+        dtype=config.dtype,
+        threads=threads,
+        lease_s=config.lease_s,
+        handoff_timeout_s=config.handoff_timeout_s,
+        request_timeout_s=config.request_timeout_s,
+        max_repairs=config.max_repairs,
+        drain_timeout_s=config.drain_timeout_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Room for one worker on one machine."""
+
+    worker: PlannedWorker
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementGroup:
+    """Workers that are placed together or not at all. The strategy is Ray's word."""
+
+    strategy: str
+    bundles: tuple[Bundle, ...]
+
+
+def place(workers: Sequence[PlannedWorker], gpus_per_worker: int = 0) -> list[PlacementGroup]:
+    """Who must be near whom.
+
+    On CPUs all workers are one group that is packed: blocks travel through shared memory, which needs one machine, and
+    a cluster of larger numbers spreads over several. With GPUs, each prefill worker and its decode worker are a pair on
+    one machine, since a GPU's memory can be mapped only there; who is left without a partner is placed alone.
+    """
+
+    def bundle(worker: PlannedWorker) -> Bundle:
+        return Bundle(worker, worker.num_cpus, gpus_per_worker)
+
+    if not gpus_per_worker:
+        return [PlacementGroup("PACK", tuple(map(bundle, workers)))]
+    prefill = [worker for worker in workers if worker.role is Role.PREFILL]
+    decode = [worker for worker in workers if worker.role is Role.DECODE]
+    num_pairs = min(len(prefill), len(decode))
+    pairs = list(zip(prefill, decode, strict=False))
+    alone = prefill[num_pairs:] + decode[num_pairs:]
+    return [
+        *(PlacementGroup("STRICT_PACK", (bundle(p), bundle(d))) for p, d in pairs),
+        *(PlacementGroup("PACK", (bundle(worker),)) for worker in alone),
+    ]

@@ -1,0 +1,126 @@
+"""What workers a configuration means, and what is refused before any of them starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig, ConfigError
+from cluster.worker_info import Role
+from cluster.worker_plan import DEFAULT_POOL_BYTES, PlannedWorker, place, plan_workers
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers · K and V · heads · block_size · head_dim · float32
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder that describes a tiny model: nobody reads its weights to plan."""
+    return write_model(tmp_path)
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    description = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    }
+    (folder / "config.json").write_text(json.dumps(description | changes))
+    return str(folder)
+
+
+def test_workers_differ_in_role_and_id_alone(model: str) -> None:
+    plan = plan_workers(ClusterConfig(model=model, prefill_workers=1, decode_workers=2, served_model_name="tiny"))
+    assert [(w.role, w.worker_id) for w in plan.workers] == [
+        (Role.PREFILL, "prefill-0"),
+        (Role.DECODE, "decode-0"),
+        (Role.DECODE, "decode-1"),
+    ]
+    assert {w.config.model_name for w in plan.workers} == {"tiny"}
+    assert len({w.config.engine for w in plan.workers}) == 1
+
+
+def test_context_is_the_models_and_the_pool_about_a_gibibyte_unless_given(model: str) -> None:
+    plan = plan_workers(ClusterConfig(model=model))
+    assert plan.engine.max_model_len == 256
+    assert plan.bytes_per_block == BLOCK_BYTES
+    assert 0 <= plan.pool_bytes - DEFAULT_POOL_BYTES <= BLOCK_BYTES
+    half = plan_workers(ClusterConfig(model=model, dtype="bfloat16"))
+    assert half.bytes_per_block == BLOCK_BYTES // 2
+
+
+def test_default_pool_holds_two_contexts_of_a_long_one(tmp_path: Path) -> None:
+    # 131,072 tokens of 16 KiB are 2 GiB a context.
+    model = write_model(tmp_path, max_position_embeddings=131072, num_hidden_layers=128)
+    plan = plan_workers(ClusterConfig(model=model))
+    assert plan.engine.num_usable_blocks * plan.engine.block_size >= 2 * 131072
+
+
+def test_pool_too_small_for_a_context_is_refused_with_the_numbers(model: str) -> None:
+    assert plan_workers(ClusterConfig(model=model, num_blocks=17)).engine.num_blocks == 17
+    with pytest.raises(ConfigError, match=r"num_blocks=16 .* max_model_len=256 .* at least 17, .* at most 240"):
+        plan_workers(ClusterConfig(model=model, num_blocks=16))
+
+
+def test_default_pool_is_refused_where_one_context_would_take_the_machine(tmp_path: Path) -> None:
+    model = write_model(tmp_path, max_position_embeddings=1 << 20, num_hidden_layers=128)
+    with pytest.raises(ConfigError, match=r"num_blocks must be at least 65537, or max_model_len at most 262144"):
+        plan_workers(ClusterConfig(model=model))
+
+
+def test_context_beyond_the_models_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"max_model_len: must be at most the model's context \(256\), not 257"):
+        plan_workers(ClusterConfig(model=model, max_model_len=257))
+
+
+def test_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model: model '/no/such/model' is neither"):
+        plan_workers(ClusterConfig(model="/no/such/model"))
+
+
+@pytest.mark.parametrize(("cores", "given", "threads"), [(8, None, 4), (2, None, 1), (1, None, 1), (8, 3, 3)])
+def test_workers_share_the_cores_unless_told(model: str, cores: int, given: int | None, threads: int) -> None:
+    plan = plan_workers(ClusterConfig(model=model, threads=given), num_cores=cores)
+    assert [w.config.threads for w in plan.workers] == [threads, threads]
+    assert plan.num_cpus == 2 * threads
+
+
+def test_path_of_a_model_does_not_depend_on_the_working_directory(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(model).parent)
+    plan = plan_workers(ClusterConfig(model=Path(model).name))
+    assert {w.config.model for w in plan.workers} == {model}
+
+
+def planned(model: str, prefill: int, decode: int) -> tuple[PlannedWorker, ...]:
+    return plan_workers(ClusterConfig(model=model, prefill_workers=prefill, decode_workers=decode, threads=2)).workers
+
+
+def placed_ids(model: str, prefill: int, decode: int, gpus: int) -> list[tuple[str, tuple[str, ...]]]:
+    groups = place(planned(model, prefill, decode), gpus)
+    return [(group.strategy, tuple(b.worker.worker_id for b in group.bundles)) for group in groups]
+
+
+def test_workers_on_cpus_are_one_packed_group(model: str) -> None:
+    assert placed_ids(model, 1, 2, gpus=0) == [("PACK", ("prefill-0", "decode-0", "decode-1"))]
+    (group,) = place(planned(model, 1, 1))
+    assert [(b.num_cpus, b.num_gpus) for b in group.bundles] == [(2, 0), (2, 0)]
+
+
+def test_workers_with_gpus_are_pairs_that_stay_on_one_machine(model: str) -> None:
+    assert placed_ids(model, 3, 2, gpus=1) == [
+        ("STRICT_PACK", ("prefill-0", "decode-0")),
+        ("STRICT_PACK", ("prefill-1", "decode-1")),
+        ("PACK", ("prefill-2",)),
+    ]
+    assert {b.num_gpus for group in place(planned(model, 3, 2), 1) for b in group.bundles} == {1}
