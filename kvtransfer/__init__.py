@@ -17,7 +17,8 @@ Any other end (abort, lost stream, expired lease, deadline) is an event like the
 times. The one thing that it cannot do is to free target blocks under a copy: ABORTING waits for that.
 
 Files: `messages` (what is said), `events` (what can happen, and be done), `holder` and `consumer` (both ends, as pure
-state machines), `ports` (what they need of a worker), `holding` and `pulling` (the machines on an event loop),
-`service` and `puller` (over gRPC), `loopback` (in one process), `wire` (protobuf), `memfd` (a pool that others can
-map), `mapping` (peers' pools), `copier` (the copies).
+state machines), `ports` (what they need of a worker), `driver` (a machine on the event loop), `provider` and `puller`
+(a worker as holder, and as consumer), `service` and `client` (the stream over gRPC, with `wire` and `channel`),
+`loopback` (the stream, and a pool, in one process), `memfd` (a pool that other processes can map), `mapping` (peers'
+pools), `copier` (the copies), `counters`, `errors`.
 """

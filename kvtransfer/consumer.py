@@ -119,6 +119,7 @@ class Consumer:
         self._waiting: deque[_Announced] = deque()
         self._in_flight: list[_Announced] = []
         self._lost: tuple[Code, str] | None = None
+        self._opened_at = 0.0
         self._deadline = 0.0
         self._answer_until: float | None = None
 
@@ -150,6 +151,7 @@ class Consumer:
         if self.state is not ConsumerState.RESERVED:
             return []
         self.state = ConsumerState.OPEN
+        self._opened_at = now
         self._deadline = now + (self.open.timeout_s or self._times.deadline_s)
         self._answer_until = now + self._times.answer_s
         return [Send(self.open)]
@@ -185,7 +187,7 @@ class Consumer:
             case Ready():
                 return self._ready(message)
             case Complete():
-                return self._completed(message)
+                return self._completed(message, now)
             case Confirmed():
                 return self._confirmed(message, now)
 
@@ -231,7 +233,7 @@ class Consumer:
         self._num_announced[message.group] = end
         return self._next_copy()
 
-    def _completed(self, message: Complete) -> list[ConsumerAction]:
+    def _completed(self, message: Complete, now: float) -> list[ConsumerAction]:
         if self._complete is not None:
             return []
         source = self.open.source
@@ -248,7 +250,7 @@ class Consumer:
         if message.first_token is not None and not self.first_token_delivered:
             self.first_token_delivered = True
             actions.append(DeliverFirstToken(message.first_token, message))
-        return actions + self._commit_if_all_is_real()
+        return actions + self._commit_if_all_is_real(now)
 
     def _confirmed(self, message: Confirmed, now: float) -> list[ConsumerAction]:
         if message.num_blocks > self._num_pulled:
@@ -260,7 +262,7 @@ class Consumer:
             waits = self._num_confirmed < self._num_pulled
             self._answer_until = now + self._times.answer_s if waits else None
         self._all_confirmed = self._all_confirmed or message.num_blocks >= self._num_blocks
-        return actions + self._commit_if_all_is_real()
+        return actions + self._commit_if_all_is_real(now)
 
     def _copy_ended(self, event: CopyEnded, now: float) -> list[ConsumerAction]:
         if not self._in_flight:
@@ -305,14 +307,14 @@ class Consumer:
         self._num_pulled = pulled
         return [Send(Pulled(pulled))]
 
-    def _commit_if_all_is_real(self) -> list[ConsumerAction]:
+    def _commit_if_all_is_real(self, now: float) -> list[ConsumerAction]:
         if not self._all_confirmed or self._complete is None:
             return []
         assert not self._in_flight, self._in_flight
         self.state = ConsumerState.COMMITTED
         source = self.open.source
         stale = len(source.block_hashes) - self._num_blocks if isinstance(source, CachedSource) else 0
-        return [Commit(HandoffResult(self._num_blocks, self._complete, self.stats, stale))]
+        return [Commit(HandoffResult(self._num_blocks, self._complete, self.stats, now - self._opened_at, stale))]
 
     def _abort(self) -> list[ConsumerAction]:
         if self.is_over:
