@@ -1,4 +1,4 @@
-"""The proof that a block pool is whole (I1) and prefix-closed (I2): walks everything, for tests and for idle moments."""
+"""The proof that a block pool is whole (I1) and prefix-closed (I2): it walks everything, for tests and idle moments."""
 
 from __future__ import annotations
 

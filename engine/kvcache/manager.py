@@ -139,6 +139,15 @@ class KVCacheManager:
         """One a group; the lists themselves, which grow as the request does."""
         return self._holdings[request_id].block_tables
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the request holds blocks."""
+        return request_id in self._holdings
+
+    @property
+    def num_holding(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._holdings)
+
     def num_held_blocks(self, request_id: str) -> int:
         """Over all groups."""
         return sum(len(table) for table in self._holdings[request_id].block_tables)

@@ -1,0 +1,183 @@
+"""One worker's engine: `schedule → execute → update`, and what peers hold of its pool.
+
+Single-threaded: one thread owns it and calls everything. Requests come by `add_request`; `step` advances all of them
+and says everything that happened; in between, peers' blocks are received (`commit_blocks`, `finish_receiving`) and held
+for peers (`pin_cached`, `unpin`).
+"""
+
+from collections.abc import Sequence
+
+from engine.config import EngineConfig
+from engine.executor import Executor
+from engine.kvcache.block_hash import BlockHash
+from engine.kvcache.manager import KVCacheManager
+from engine.kvcache.spec import FullAttentionSpec
+from engine.memory import PoolMemory
+from engine.outputs import FilledBlocks, RequestOutput, StepResult
+from engine.request import Request, RequestStatus
+from engine.sampling_params import FinishReason
+from engine.scheduler import Scheduler
+from engine.stats import EngineStats
+
+
+class Engine:
+    """Runs requests on an executor, in blocks of `memory`.
+
+    Raises:
+        ValueError: executor and configuration differ in block size, or the memory is too small for the pool.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, memory: PoolMemory) -> None:
+        layout = executor.layout
+        if layout.block_size != config.block_size:
+            raise ValueError(f"block_size is {config.block_size}, but the executor's is {layout.block_size}")
+        needed = config.num_blocks * layout.bytes_per_block
+        if len(memory.buffer) < needed:
+            raise ValueError(
+                f"{config.num_blocks} blocks of {layout.bytes_per_block} bytes need {needed} bytes, "
+                f"the memory has {len(memory.buffer)}"
+            )
+        executor.bind(memory, config.num_blocks)
+        self.config = config
+        self.executor = executor
+        self._manager = KVCacheManager(config.num_blocks, [FullAttentionSpec(config.block_size)])
+        self._pool = self._manager.pool
+        self._scheduler = Scheduler(
+            config, self._manager, fingerprint=layout.fingerprint, vocab_size=executor.vocab_size
+        )
+
+    # --- requests
+
+    def add_request(self, request: Request) -> None:
+        """Queues the request.
+
+        Raises:
+            ValueError: it is no good, too long, or could never fit; the message has the numbers.
+            QueueFull: too many wait already.
+        """
+        self._scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends the request and frees its blocks, whatever its state; False if it has ended already.
+
+        Of a receiving request the caller guarantees that no copy into its blocks is in flight.
+        """
+        return self._scheduler.abort(request_id)
+
+    def get_request(self, request_id: str) -> Request | None:
+        """The request, until it ends."""
+        return self._scheduler.requests.get(request_id)
+
+    def step(self, now: float) -> StepResult:
+        """Decides, computes and takes in one step; does next to nothing if there is nothing to do."""
+        schedule = self._scheduler.schedule(now)
+        outputs: list[RequestOutput] = []
+        filled: list[FilledBlocks] = []
+        if schedule.step.requests:
+            outputs, filled = self._scheduler.update(schedule.step, self.executor.execute(schedule.step))
+        return StepResult(
+            outputs=tuple(outputs),
+            filled=tuple(filled),
+            received_targets=schedule.received_targets,
+            kv_events=self._pool.take_events(),
+            preempted=schedule.preempted,
+            admitted=schedule.admitted,
+            num_computed_tokens=schedule.step.num_tokens,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` could do something now; if not, only a call of another method can change that."""
+        return self._scheduler.has_work or self._pool.has_events
+
+    # --- receiving
+
+    def commit_blocks(self, request_id: str, num_blocks: int) -> None:
+        """The leading `num_blocks` blocks of a receiving request are real now: full ones enter the prefix cache."""
+        self._scheduler.commit_blocks(request_id, num_blocks)
+
+    def finish_receiving(self, request_id: str, num_tokens: int, first_token: int | None) -> FinishReason | None:
+        """The KV of `num_tokens` leading tokens is real: the request runs from now on, without another report.
+
+        Args:
+            first_token: the token after them, sampled by the peer and delivered already; it is not reported again.
+                None: the rest of the prompt, at least its last token, is computed here.
+
+        Returns why the request ended, if it did with `first_token`.
+
+        Raises:
+            ValueError: no such request receives, or the numbers contradict its tokens.
+        """
+        return self._scheduler.finish_receiving(request_id, num_tokens, first_token)
+
+    # --- holding
+
+    def pin_cached(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Holds the longest leading run of these blocks that is cached, one pin a block; their ids."""
+        (block_ids,) = self._manager.get_computed_blocks(block_hashes).block_tables
+        self._manager.pin(block_ids)
+        return block_ids
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Gives back pins, in any order.
+
+        Raises:
+            ValueError: a block that is not pinned so often; nothing is changed.
+        """
+        self._manager.unpin(block_ids)
+        self._scheduler.wake()
+
+    def cached_hashes(self) -> list[BlockHash]:
+        """Of all blocks that a request could find now; what all KV events so far add up to, untaken ones included."""
+        return self._pool.cached_hashes()
+
+    def clear_cache(self) -> None:
+        """Forgets all cached blocks that nobody holds."""
+        self._pool.clear()
+        self._scheduler.wake()
+
+    # --- observing
+
+    def stats(self) -> EngineStats:
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_receiving=len(scheduler.receiving),
+            num_free_blocks=self._pool.num_free_blocks,
+            num_cached_blocks=self._pool.num_cached_blocks,
+            num_active_blocks=self._pool.num_active_blocks,
+            num_pins=self._manager.num_pins,
+            num_waiting_tokens=scheduler.waiting.num_tokens
+            + sum(request.num_uncomputed_tokens for request in scheduler.running),
+            num_prefix_queries=counters.num_prefix_queries,
+            num_prefix_hits=counters.num_prefix_hits,
+            num_preemptions=counters.num_preemptions,
+            num_computed_tokens=counters.num_computed_tokens,
+            num_sampled_tokens=counters.num_sampled_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Proves pool, block tables and pins whole, and the requests where their states say.
+
+        Raises:
+            AssertionError: they are not; the message has the numbers.
+        """
+        self._manager.check_integrity()
+        scheduler = self._scheduler
+        by_status = dict.fromkeys(RequestStatus, 0)
+        for request in scheduler.requests.values():
+            by_status[request.status] += 1
+            is_holding = request.status in (RequestStatus.RUNNING, RequestStatus.RECEIVING)
+            assert self._manager.holds(request.request_id) == is_holding, (
+                f"{request} must hold blocks only while it runs"
+            )
+        expected = {
+            RequestStatus.WAITING: len(scheduler.waiting),
+            RequestStatus.RECEIVING: len(scheduler.receiving),
+            RequestStatus.RUNNING: len(scheduler.running),
+            RequestStatus.FINISHED: 0,
+        }
+        assert by_status == expected, f"requests are {by_status}, lists have {expected}"
+        num_holding = by_status[RequestStatus.RUNNING] + by_status[RequestStatus.RECEIVING]
+        assert self._manager.num_holding == num_holding, f"{self._manager.num_holding} hold blocks, not {num_holding}"
