@@ -18,7 +18,7 @@ times. The one thing that it cannot do is to free target blocks under a copy: AB
 
 Files: `messages` (what is said), `events` (what can happen, and be done), `holder` and `consumer` (both ends, as pure
 state machines), `ports` (what they need of a worker), `driver` (a machine on the event loop), `provider` and `puller`
-(a worker as holder, and as consumer), `service` and `client` (the stream over gRPC, with `wire` and `channel`),
+(a worker as holder, and as consumer), `service` and `client` (the stream over gRPC, with `wire` and `channels`),
 `loopback` (the stream, and a pool, in one process), `memfd` (a pool that other processes can map), `mapping` (peers'
 pools), `copier` (the copies), `counters`, `errors`.
 """

@@ -1,7 +1,8 @@
 """A worker as consumer: every hand-off that it takes in.
 
 `Puller` is what a worker asks for blocks; a `Pulling` is one hand-off: its `Consumer` machine, the stream to the
-holder, the copies, and the port to the engine. How a holder is reached is a `Transport`: gRPC (`client`), or `loopback`.
+holder, the copies, and the port to the engine. How a holder is reached is a `Transport`: gRPC (`client`), or
+`loopback`.
 """
 
 import asyncio

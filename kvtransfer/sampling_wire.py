@@ -1,0 +1,76 @@
+"""Sampling parameters and sampled tokens to protobuf and back: towards a worker, by whichever stream.
+
+Towards a worker every field is set: what a client left out was resolved by the gateway. Floats are 32 bits on the wire;
+the first conversion rounds them and the next ones change nothing, so that all workers sample with the same numbers.
+"""
+
+from engine.executor import SampledToken
+from engine.sampling_params import SamplingParams
+from tandem.v1 import sampling_pb2
+
+
+def sampling_params_to_wire(params: SamplingParams) -> sampling_pb2.SamplingParams:
+    return sampling_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        logprobs=params.logprobs,
+        seed=params.seed,
+        logit_bias=params.logit_bias,
+        n=1,
+    )
+
+
+def sampling_params_from_wire(wire: sampling_pb2.SamplingParams) -> SamplingParams:
+    """
+    Raises:
+        ValueError: a field that a worker needs is absent, or out of its range.
+    """
+    for name in ("temperature", "top_p", "repetition_penalty", "max_tokens", "seed"):
+        if not wire.HasField(name):
+            raise ValueError(f"sampling_params.{name} is absent: a gateway resolves every default")
+    if wire.n > 1:
+        raise ValueError(f"sampling_params.n must be 1 towards a worker, not {wire.n}")
+    return SamplingParams(
+        max_tokens=wire.max_tokens,
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        repetition_penalty=wire.repetition_penalty,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        logit_bias=dict(wire.logit_bias),
+        seed=wire.seed,
+        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        min_tokens=wire.min_tokens,
+        stop_token_ids=tuple(wire.stop_token_ids),
+    )
+
+
+def logprobs_to_wire(token: SampledToken) -> sampling_pb2.TokenLogprobs | None:
+    """None: the token carries none."""
+    if token.logprob is None:
+        return None
+    return sampling_pb2.TokenLogprobs(
+        logprob=token.logprob,
+        top_token_ids=[token_id for token_id, _ in token.top],
+        top_logprobs=[logprob for _, logprob in token.top],
+    )
+
+
+def sampled_token_from_wire(token_id: int, wire: sampling_pb2.TokenLogprobs | None) -> SampledToken:
+    """
+    Raises:
+        ValueError: token ids and their logprobs do not pair up.
+    """
+    if wire is None:
+        return SampledToken(token_id)
+    return SampledToken(token_id, wire.logprob, tuple(zip(wire.top_token_ids, wire.top_logprobs, strict=True)))
