@@ -16,7 +16,7 @@ from tandem.v1 import worker_pb2 as pb
 HASH_BYTES = 16
 
 _ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
-_FINISH_REASONS = {
+_FINISH_REASONS: dict[int, FinishReason | None] = {
     sampling_pb.FINISH_REASON_UNSPECIFIED: None,
     sampling_pb.FINISH_REASON_STOP: FinishReason.STOP,
     sampling_pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -158,13 +158,20 @@ def output(message: pb.RequestOutput) -> Output:
     stages = message.stages
     return Output(
         tokens=tokens,
-        finish_reason=_FINISH_REASONS[message.finish_reason],
+        finish_reason=_finish_reason(message.finish_reason),
         matched_token_id=message.matched_token_id if message.HasField("matched_token_id") else None,
         num_cached_tokens=message.usage.num_cached_tokens if message.HasField("usage") else None,
         stages=StageTimes(stages.queued, stages.prefill, stages.transfer, stages.decode)
         if message.HasField("stages")
         else None,
     )
+
+
+def _finish_reason(number: int) -> FinishReason | None:
+    try:
+        return _FINISH_REASONS[number]
+    except KeyError:
+        raise WireError(f"unknown finish reason {number}") from None
 
 
 def need_prefill(message: pb.NeedPrefill) -> NeedPrefill:

@@ -1,0 +1,137 @@
+"""The generator over real workers: what is checked and bounded before a request becomes a `RequestRun`."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from itertools import count
+
+from cluster.clock import Clock
+from cluster.errors import GenerationError, InvalidRequest, QueueFull
+from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel
+from cluster.membership import Membership
+from cluster.request_run import RequestRun, RunLimits
+from cluster.worker_info import WorkerStatus
+
+DEFAULT_MAX_CONCURRENT = 1024
+
+
+class RoutedGenerator:
+    """Sends requests to the workers of a `Membership`.
+
+    Args:
+        max_concurrent: requests in flight at this gateway; more are refused.
+        clock: None: the membership's.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        limits: RunLimits | None = None,
+        *,
+        max_concurrent: int = DEFAULT_MAX_CONCURRENT,
+        clock: Clock | None = None,
+    ) -> None:
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be at least 1, not {max_concurrent}")
+        self._membership = membership
+        self._limits = limits or RunLimits()
+        self._max_concurrent = max_concurrent
+        self._clock = clock
+        self._stats = GeneratorStats()
+        self._active: set[str] = set()
+        # Worker-side names of requests: no two gateways, nor two lives of one, may use the same.
+        self._wire_prefix = secrets.token_hex(4)
+        self._serial = count()
+
+    @property
+    def model(self) -> ServedModel:
+        return self._membership.model
+
+    @property
+    def stats(self) -> GeneratorStats:
+        return self._stats
+
+    async def wait_ready(self) -> None:
+        """Returns once a request can be served: a decode worker is there."""
+        await self._membership.wait_ready()
+
+    def workers(self) -> Sequence[WorkerStatus]:
+        """Every worker that the gateway was told of, ready or not, with its load."""
+        return self._membership.workers()
+
+    async def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
+        """Yields the sequence's chunks; see `Generator.generate`."""
+        try:
+            self._check(request, self.model)
+            self._admit(request)
+        except GenerationError as error:
+            self._count_failure(error)
+            raise
+        is_finished = False
+        try:
+            run = RequestRun(
+                request,
+                self._membership,
+                self._limits,
+                self._stats,
+                self._clock or self._membership.clock,
+                f"{self._wire_prefix}-{next(self._serial)}-{request.request_id}",
+            )
+            async with aclosing(run.chunks()) as chunks:
+                async for chunk in chunks:
+                    if chunk.finish_reason is not None:
+                        is_finished = True
+                        reason = chunk.finish_reason.value
+                        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+                    yield chunk
+        except GenerationError as error:
+            self._count_failure(error)
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self._stats.cancelled += not is_finished
+            raise
+        finally:
+            self._active.discard(request.request_id)
+            self._stats.num_active = len(self._active)
+
+    def _admit(self, request: SequenceRequest) -> None:
+        if request.request_id in self._active:
+            raise InvalidRequest(f"a request with the id {request.request_id!r} is in flight", param="request_id")
+        if len(self._active) >= self._max_concurrent:
+            self._stats.queue_full += 1
+            raise QueueFull(f"{len(self._active)} requests are in flight, as many as this gateway takes")
+        self._active.add(request.request_id)
+        self._stats.num_active = len(self._active)
+
+    def _check(self, request: SequenceRequest, model: ServedModel) -> None:
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        if not num_prompt:
+            raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
+        _check_token_ids("prompt", request.prompt_token_ids, model.vocab_size)
+        _check_token_ids("stop_token_ids", request.params.stop_token_ids, model.vocab_size)
+        _check_token_ids("logit_bias", request.params.logit_bias, model.vocab_size)
+        if num_prompt + max_tokens > model.max_model_len:
+            raise InvalidRequest(
+                f"This model's maximum context length is {model.max_model_len} tokens. However, you requested "
+                f"{num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} for the completion).",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if request.timeout_s is not None and not request.timeout_s > 0:
+            raise InvalidRequest(f"timeout must be above 0 seconds, not {request.timeout_s}", param="timeout")
+        if not -(2**31) <= request.priority < 2**31:
+            raise InvalidRequest(f"priority must be a 32-bit integer, not {request.priority}", param="priority")
+
+    def _count_failure(self, error: GenerationError) -> None:
+        kind = type(error).__name__
+        self._stats.failed[kind] = self._stats.failed.get(kind, 0) + 1
+
+
+def _check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} of {param} is out of range: the vocabulary has the ids 0 to {vocab_size - 1}",
+                param=param,
+            )

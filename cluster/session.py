@@ -1,0 +1,161 @@
+"""The gateway's end of a session with a worker: one bidirectional stream, the lease of all requests on it.
+
+A session is opened once; while it is open, requests are submitted to it, each getting a `RequestStream`, and the
+worker's messages are handed to the streams as they arrive. However it ends (the worker closes it, dies, breaks the
+protocol, or the gateway lets go), every request still on it fails with `WorkerLost`, and the worker aborts them on its
+side by itself. A session that has ended stays so: another connection is another session.
+"""
+
+import asyncio
+from typing import Protocol
+
+import grpc
+
+from cluster import wire
+from cluster.channel import describe_failure
+from cluster.errors import Cancelled, GenerationError, Leg, WorkerLost, error_from_status
+from cluster.request_stream import RequestStream
+from cluster.session_messages import NeedPrefill, Output
+from cluster.worker_info import Role, WorkerInfo, WorkerLoad
+from tandem.v1 import worker_pb2 as pb
+from tandem.v1 import worker_pb2_grpc
+
+# Engine steps that a client may be behind before its request is aborted.
+DEFAULT_MAX_BUFFERED = 4096
+
+
+class SessionListener(Protocol):
+    """Who is told about the session as a whole."""
+
+    def session_opened(self, session: "Session") -> None: ...
+
+    def session_load(self, session: "Session", load: WorkerLoad) -> None: ...
+
+    def session_closed(self, session: "Session") -> None:
+        """Called before any of its requests fails, so that none is sent to the same worker again."""
+        ...
+
+
+class Session:
+    """One connection's session; `run` is its life."""
+
+    def __init__(
+        self, worker: WorkerInfo, listener: SessionListener, *, max_buffered: int = DEFAULT_MAX_BUFFERED
+    ) -> None:
+        self.worker = worker
+        self.is_open = False
+        self._listener = listener
+        self._max_buffered = max_buffered
+        self._streams: dict[str, RequestStream] = {}
+        self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        self._leg = Leg.PREFILL if worker.role is Role.PREFILL else Leg.DECODE
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    # --- its life
+
+    async def run(self, stub: worker_pb2_grpc.WorkerStub) -> None:
+        """Opens the session and serves it to its end.
+
+        Raises:
+            WorkerLost: always, unless cancelled; says how it ended.
+        """
+        call = stub.Session()
+        writer = asyncio.create_task(self._write(call))
+        reason = "the gateway let go of it"
+        try:
+            await call.wait_for_connection()
+            self.is_open = True
+            self._listener.session_opened(self)
+            async for response in call:
+                self._receive(response)
+            reason = "it ended the session"
+        except grpc.aio.AioRpcError as exc:
+            reason = describe_failure(exc)
+        except wire.WireError as exc:
+            reason = f"it broke the protocol: {exc}"
+        finally:
+            was_open, self.is_open = self.is_open, False
+            if was_open:
+                self._listener.session_closed(self)
+            for stream in self._streams.values():
+                stream.fail(self._lost(reason))
+            self._streams.clear()
+            call.cancel()
+            writer.cancel()
+            # A write fails when the stream does, and the stream's end has been told above.
+            await asyncio.gather(writer, return_exceptions=True)
+        raise self._lost(reason)
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]") -> None:
+        while True:
+            await call.write(await self._outgoing.get())
+
+    def _lost(self, reason: str) -> WorkerLost:
+        message = f"{self._leg.value} {self.worker.worker_id} at {self.worker.address} was lost: {reason}"
+        return WorkerLost(message, leg=self._leg, worker_id=self.worker.worker_id)
+
+    # --- gateway → worker
+
+    def submit(self, request_id: str, message: pb.SessionRequest) -> RequestStream:
+        """Sends a request.
+
+        Args:
+            request_id: of `message`; never used before on this session.
+
+        Raises:
+            WorkerLost: the session is not open; nothing was sent.
+        """
+        if not self.is_open:
+            raise self._lost("its session is closed")
+        assert request_id not in self._streams, f"{request_id} is on this session already"
+        stream = RequestStream(request_id, self._max_buffered)
+        self._streams[request_id] = stream
+        self._outgoing.put_nowait(message)
+        return stream
+
+    def assign(self, stream: RequestStream, prefill: WorkerInfo | None) -> None:
+        """Answers `NeedPrefill`; nothing is sent for a request that has ended meanwhile."""
+        if stream.request_id in self._streams:
+            self._outgoing.put_nowait(wire.assign(stream.request_id, prefill))
+
+    def abort(self, stream: RequestStream, error: GenerationError) -> None:
+        """Ends a request from here. Idempotent, and nothing if it has ended already."""
+        if self._streams.pop(stream.request_id, None) is not None:
+            self._outgoing.put_nowait(wire.abort([stream.request_id]))
+            stream.fail(error)
+
+    # --- worker → gateway
+
+    def _receive(self, response: pb.SessionResponse) -> None:
+        match response.WhichOneof("message"):
+            case "step":
+                for output in response.step.outputs:
+                    self._put(output.request_id, wire.output(output))
+            case "need_prefill":
+                self._put(response.need_prefill.request_id, wire.need_prefill(response.need_prefill))
+            case "refused":
+                refused = response.refused
+                stream = self._streams.pop(refused.request_id, None)
+                if stream is not None:
+                    stream.fail(
+                        error_from_status(refused.code, refused.message, leg=self._leg, worker_id=self.worker.worker_id)
+                    )
+            case "load":
+                self._listener.session_load(self, wire.worker_load(response.load))
+            case other:
+                raise wire.WireError(f"unknown message {other} on a session")
+
+    def _put(self, request_id: str, message: Output | NeedPrefill) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return  # ended before: an abort and the last tokens crossed on the way
+        if stream.is_full:
+            self.abort(stream, Cancelled(f"aborted: its client is {self._max_buffered} steps behind in reading"))
+            return
+        stream.put(message)
+        if stream.ended:
+            del self._streams[request_id]
