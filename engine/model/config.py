@@ -83,6 +83,9 @@ class ModelConfig:
         self._must(self.max_position_embeddings > 0, f"max_position_embeddings is {self.max_position_embeddings}")
         self._must(self.rms_norm_eps >= 0, f"rms_norm_eps must not be below 0: {self.rms_norm_eps}")
         self._must(self.rope.theta > 0, f"rope theta must be above 0, not {self.rope.theta}")
+        if self.rope.scaling is not None:
+            factor = self.rope.scaling.factor
+            self._must(factor > 0, f"the rope scaling's factor must be above 0, not {factor}")
         self._must(
             len(self.layer_windows) == self.num_layers,
             f"{len(self.layer_windows)} layers are described, but num_layers is {self.num_layers}",

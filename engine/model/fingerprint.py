@@ -51,5 +51,6 @@ def _samples(size: int) -> list[tuple[int, int]]:
     """Which (offset, length) of a file of that size to look at."""
     if size <= _WHOLE_BYTES:
         return [(0, size)]
-    step = (size - _HEAD_BYTES - _SAMPLE_BYTES) // (_NUM_SAMPLES - 1)
-    return [(0, _HEAD_BYTES), *((_HEAD_BYTES + i * step, _SAMPLE_BYTES) for i in range(_NUM_SAMPLES))]
+    span = size - _HEAD_BYTES - _SAMPLE_BYTES  # the last sample ends where the file does
+    offsets = (_HEAD_BYTES + i * span // (_NUM_SAMPLES - 1) for i in range(_NUM_SAMPLES))
+    return [(0, _HEAD_BYTES), *((offset, _SAMPLE_BYTES) for offset in offsets)]

@@ -187,6 +187,8 @@ def _rope(fields: _Fields) -> RopeConfig:
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", fields.integer("max_position_embeddings")),
     )
+    if original <= 0:
+        raise rope.fail(f"original_max_position_embeddings must be above 0, not {original}")
     if kind == "default":
         return RopeConfig(theta)
     if kind == "dynamic":

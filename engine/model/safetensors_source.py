@@ -73,9 +73,7 @@ class SafetensorsSource:
         except SafetensorError as exc:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {exc}") from exc
         if tensor.dtype not in _DTYPES:
-            raise ModelLoadError(
-                f"{path}: tensor {name} is {tensor.dtype}; float32, float16 and bfloat16 are supported"
-            )
+            raise ModelLoadError(f"{path}: tensor {name} is {tensor.dtype}; supported are float32, float16, bfloat16")
         if tensor.shape != out.shape:
             raise ModelLoadError(
                 f"{path}: tensor {name} has the shape {list(tensor.shape)}, the config implies {list(out.shape)}"
