@@ -31,7 +31,6 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     config.engine.check_pool_holds_context()
     executor, dtype, model_path = _make_executor(config)
     memory = MemfdMemory(config.engine.num_blocks * executor.layout.bytes_per_block)
-    executor.bind(memory, config.engine.num_blocks)
     engine = Engine(config.engine, executor, memory)
     return BuiltEngine(engine, memory, executor.layout, executor.vocab_size, dtype, model_path)
 

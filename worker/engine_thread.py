@@ -1,7 +1,7 @@
 """The thread that owns an engine: commands in, step results out.
 
-An engine belongs to one thread. Everyone else (the asyncio loop with its gRPC handlers, mostly) posts functions, which run
-between two steps, in order. A step's result goes to `on_step`, on the loop.
+An engine belongs to one thread. Everyone else (the asyncio loop with its gRPC handlers, mostly) posts functions,
+which run between two steps, in order. A step's result goes to `on_step`, on the loop.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ class EngineThread:
 
     Args:
         engine: nobody else may touch it between `start` and `stop`.
-        on_step: called on the loop that `start` was called on, with what a step brought and the stats after it, in order.
+        on_step: called on the loop that `start` was called on, with what a step brought and the stats after it, in
+        order.
         on_failure: called on that loop, once, if the engine raised; the thread has ended then.
     """
 
@@ -84,7 +85,7 @@ class EngineThread:
             while self._turn():
                 pass
         except BaseException as exc:  # whatever it was: the engine's state is unknown, so the worker ends
-            self._report(self._on_failure, exc)
+            self.report(self._on_failure, exc)
 
     def _turn(self) -> bool:
         """Waits for something to do and does it; whether to go on."""
@@ -99,10 +100,11 @@ class EngineThread:
             return False
         # Also without work: commands may have left events (stored blocks, reserved targets) that a step collects.
         result = self._engine.step(self._clock())
-        self._report(self._on_step, result, self._engine.stats())
+        self.report(self._on_step, result, self._engine.stats())
         return True
 
-    def _report(self, callback: Callable[..., None], *args: object) -> None:
+    def report(self, callback: Callable[..., None], *args: object) -> None:
+        """From a command: has `callback` called on the loop, in order with what steps bring."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(callback, *args)

@@ -5,14 +5,17 @@ families, so that nothing is counted twice and a step pays nothing; only histogr
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.stats import EngineStats
-from kvtransfer.stats import TransferStats
+from kvtransfer.counters import ConsumerCounters, HolderCounters
+from kvtransfer.errors import Code
+from kvtransfer.events import TransferStats
+from kvtransfer.holder import HolderEnd
 
 LABELS = ("model_name", "worker_id", "role")
 
@@ -27,8 +30,9 @@ class Snapshot:
     """What there is to tell at a scrape."""
 
     engine: EngineStats
-    transfer: TransferStats
-    num_transferring: int
+    num_transferring: int  # hand-offs, in and out
+    given: HolderCounters
+    taken: ConsumerCounters
 
 
 class WorkerMetrics:
@@ -46,13 +50,19 @@ class WorkerMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry).labels(*labels)
 
-        self.transfer_seconds = histogram(
+        self._transfer_seconds = histogram(
             "tandem_kv_transfer_seconds", "Seconds that the copies of one hand-off took.", SECONDS_BUCKETS
         )
-        self.transfer_bytes = histogram("tandem_kv_transfer_bytes", "Bytes copied in one hand-off.", BYTES_BUCKETS)
-        self.transfer_segments = histogram(
+        self._transfer_bytes = histogram("tandem_kv_transfer_bytes", "Bytes copied in one hand-off.", BYTES_BUCKETS)
+        self._transfer_segments = histogram(
             "tandem_kv_transfer_segments", "Runs of consecutive blocks copied in one hand-off.", SEGMENTS_BUCKETS
         )
+
+    def observe_transfer(self, stats: TransferStats) -> None:
+        """A hand-off's copies, all of them."""
+        self._transfer_seconds.observe(stats.seconds)
+        self._transfer_bytes.observe(stats.bytes)
+        self._transfer_segments.observe(stats.segments)
 
     def serve(self, host: str, port: int) -> "MetricsEndpoint":
         """Serves /metrics in a thread."""
@@ -94,32 +104,41 @@ class _StatsCollector(Collector):
             blocks.add_metric((*self._labels, state), count)
         yield blocks
 
-        usable = stats.num_free_blocks + stats.num_cached_blocks + stats.num_active_blocks
-        yield self._gauge(
-            "tandem_kv_cache_usage_perc", "Share of the pool in use by requests (1: full).",
-            stats.num_active_blocks / usable if usable else 0.0,
-        )  # fmt: skip
+        yield self._gauge("tandem_kv_cache_usage_perc", "Share of the pool in use (1: full).", stats.kv_cache_usage)
         yield self._gauge("tandem_num_requests_running", "Requests in the running batch.", stats.num_running)
         yield self._gauge("tandem_num_requests_waiting", "Requests waiting for admission.", stats.num_waiting)
         yield self._gauge(
             "tandem_num_requests_transferring", "Requests whose KV is being handed over.", now.num_transferring
         )
+        stale = now.given.stale_blocks + now.taken.stale_blocks
+        yield self._counter("tandem_stale_hit_blocks", "Blocks hoped to be cached on a peer, in vain.", stale)
         yield self._counter(
             "tandem_prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.num_prefix_queries
         )
         yield self._counter("tandem_prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_prefix_hits)
         yield self._counter("tandem_num_preemptions", "Requests preempted for want of blocks.", stats.num_preemptions)
         yield self._counter(
-            "tandem_prompt_tokens_computed", "Prompt tokens whose KV was computed here.", stats.num_computed_prompt_tokens
+            "tandem_computed_tokens",
+            "Tokens whose KV was computed here, recomputed ones again.",
+            stats.num_computed_tokens,
         )
-        yield self._counter("tandem_generation_tokens", "Tokens sampled here.", stats.num_generated_tokens)
+        yield self._counter("tandem_sampled_tokens", "Tokens sampled here.", stats.num_sampled_tokens)
 
-        events = CounterMetricFamily(
-            "tandem_kv_handoff_events", "Hand-offs that did not go straight, by what happened.", labels=(*LABELS, "event")
-        )
-        for event, count in asdict(now.transfer).items():
-            events.add_metric((*self._labels, event), count)
-        yield events
+        yield self._handoffs(now.given, now.taken)
+
+    def _handoffs(self, given: HolderCounters, taken: ConsumerCounters) -> Metric:
+        family = CounterMetricFamily(
+            "tandem_kv_handoffs", "Hand-offs that ended, by this worker's part in them and by how.",
+            labels=(*LABELS, "part", "end"),
+        )  # fmt: skip
+        for end in HolderEnd:
+            family.add_metric((*self._labels, "holder", end.value), given.ends[end])
+        family.add_metric((*self._labels, "consumer", "committed"), taken.committed)
+        family.add_metric((*self._labels, "consumer", "aborted"), taken.aborted)
+        for code in Code:
+            if taken.lost[code]:
+                family.add_metric((*self._labels, "consumer", f"lost_{code.name.lower()}"), taken.lost[code])
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)

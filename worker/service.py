@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import islice
+from typing import Any
 
 import grpc
 
+import worker.session as worker_session
 from engine.kvcache.block_hash import BlockHash
 from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from tandem.v1 import worker_pb2 as pb
@@ -13,7 +15,9 @@ from tandem.v1 import worker_pb2_grpc
 from worker.drain import Drain
 from worker.kv_events import KvEventPublisher, SubscriberTooSlow
 from worker.load import LoadReporter
-from worker.session import Session, SessionBroken, SessionHandler
+from worker.session import SessionBroken, SessionHandler
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 HEARTBEAT_S = 1.0
 SNAPSHOT_HASHES = 65_536  # a message: 1 MiB
@@ -36,15 +40,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._load = load
         self._drain = drain
 
-    async def Describe(  # noqa: N802
-        self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DescribeResponse:
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         return self._description
 
-    async def Session(  # noqa: N802
-        self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    async def Session(
+        self, requests: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        session = Session()
+        session = worker_session.Session()
         self._load.add(session)
         reader = asyncio.create_task(self._read(session, requests))
         try:
@@ -58,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self._load.remove(session)
             self._handler.session_ended(session)
 
-    async def _read(self, session: Session, requests: AsyncIterator[pb.SessionRequest]) -> None:
+    async def _read(self, session: worker_session.Session, requests: AsyncIterator[pb.SessionRequest]) -> None:
         try:
             async for request in requests:
                 match request.WhichOneof("message"):
@@ -67,12 +69,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                     case "assign":
                         self._handler.assign(session, request.assign)
                     case "abort":
-                        self._handler.abort(session, list(request.abort.request_ids))
+                        self._handler.abort_requests(session, list(request.abort.request_ids))
         finally:
             session.close()
 
-    async def SubscribeKvEvents(  # noqa: N802
-        self, request: pb.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    async def SubscribeKvEvents(
+        self, request: pb.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[pb.KvEvent]:
         subscription = self._events.subscribe()
         try:
@@ -103,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         finally:
             self._events.unsubscribe(subscription)
 
-    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         self._drain.begin()
         self._load.changed()
         await self._drain.finished()

@@ -1,0 +1,382 @@
+"""All requests of a decode worker: from a session's `Submit` to the last token.
+
+Everything here happens on the loop, and everything may happen in any order, and twice: a request that is not in the
+books any more is left alone. What the engine is told goes to its thread in order, so it never hears of a request
+after its abort. The engine frees blocks at an abort; so while a hand-off is open the abort waits for the hand-off's
+own end (`ended`), when no copy is in flight.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+from decode_worker.outbox import Outbox
+from decode_worker.request import ActiveRequest, Stage
+from engine.engine import Engine
+from engine.errors import QueueFull
+from engine.executor import SampledToken
+from engine.outputs import ReceiveTarget, RequestOutput, StepResult
+from engine.request import Request
+from engine.sampling_params import FinishReason, finish_reason_after
+from kvtransfer.client import GrpcTransport
+from kvtransfer.errors import Code
+from kvtransfer.events import HandoffResult, HolderLost
+from kvtransfer.messages import CachedSource, Complete, Open, PrefillSource
+from kvtransfer.puller import Puller
+from kvtransfer.sampling_wire import sampling_params_from_wire
+from tandem.v1 import worker_pb2 as pb
+from worker.context import WorkerContext
+from worker.lender import CacheLender, cached_source
+from worker.session import Session
+
+# A holder that ends a hand-off so says that the request itself is wrong: no other holder would take it.
+_REQUEST_AT_FAULT = (Code.INVALID_ARGUMENT, Code.OUT_OF_RANGE)
+
+
+class DecodeRole(CacheLender):
+    """A decode worker's `Role`: consumer of prefills, holder of what it caches."""
+
+    def __init__(self, context: WorkerContext, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(context)
+        self._context = context
+        self._config = context.config
+        self._clock = clock
+        self._outbox = Outbox()
+        self._by_engine_id: dict[str, ActiveRequest] = {}
+        self._by_session: dict[Session, dict[str, ActiveRequest]] = {}
+        self._num_submitted = 0
+        self.puller = Puller(context.built.memory.buffer, context.layout, self, GrpcTransport(), times=context.times)
+
+    @property
+    def num_transferring(self) -> int:
+        return self.puller.num_active
+
+    # --- SessionHandler
+
+    def submit(self, session: Session, submit: pb.Submit) -> None:
+        refuse = session.refuse
+        if self._context.drain.draining:
+            refuse(submit.request_id, Code.FAILED_PRECONDITION, "the worker is draining")
+            return
+        if submit.request_id in self._by_session.get(session, {}):
+            refuse(submit.request_id, Code.ALREADY_EXISTS, f"request {submit.request_id} is in flight already")
+            return
+        try:
+            active, request = self._accept(session, submit)
+        except ValueError as exc:
+            refuse(submit.request_id, Code.INVALID_ARGUMENT, str(exc))
+            return
+        self._by_engine_id[active.engine_id] = active
+        self._by_session.setdefault(session, {})[active.request_id] = active
+        self._context.drain.enter()
+        timeout_s = active.deadline - active.submitted_at
+        active.timer = asyncio.get_running_loop().call_later(timeout_s, self._out_of_time, active)
+
+        def add(engine: Engine) -> None:
+            try:
+                engine.add_request(request)
+            except QueueFull as exc:
+                self._thread.report(self._refused_by_engine, active, Code.RESOURCE_EXHAUSTED, str(exc))
+            except ValueError as exc:
+                self._thread.report(self._refused_by_engine, active, Code.INVALID_ARGUMENT, str(exc))
+
+        self._thread.post(add)
+
+    def assign(self, session: Session, assign: pb.Assign) -> None:
+        active = self._by_session.get(session, {}).get(assign.request_id)
+        if active is None or active.stage is not Stage.NEEDS_PREFILL:
+            return
+        if assign.HasField("prefill_worker"):
+            self._open_prefill(active, assign.prefill_worker)
+        else:
+            self._prefill_here(active)
+
+    def abort_requests(self, session: Session, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if (active := self._by_session.get(session, {}).get(request_id)) is not None:
+                self._drop(active)
+
+    def session_ended(self, session: Session) -> None:
+        for active in list(self._by_session.get(session, {}).values()):
+            self._drop(active)
+
+    def _accept(self, session: Session, submit: pb.Submit) -> tuple[ActiveRequest, Request]:
+        now = self._clock()
+        self._num_submitted += 1
+        prompt, resume = tuple(submit.prompt_token_ids), tuple(submit.resume_token_ids)
+        vocab_size = self._context.built.vocab_size
+        if (largest := max((*prompt, *resume), default=0)) >= vocab_size:
+            raise ValueError(f"token id {largest} is out of range: the vocabulary has {vocab_size}")
+        plan = submit.plan
+        active = ActiveRequest(
+            engine_id=f"{submit.request_id}#{self._num_submitted}",
+            request_id=submit.request_id,
+            session=session,
+            prompt_token_ids=prompt,
+            resume_token_ids=resume,
+            params=sampling_params_from_wire(submit.sampling_params),
+            cache_salt=submit.cache_salt,
+            priority=submit.priority,
+            plan=plan,
+            deadline=now + (submit.timeout_ms / 1000 or self._config.request_timeout_s),
+            submitted_at=now,
+        )
+        if plan.HasField("prefill_worker"):
+            active.prefill_worker = plan.prefill_worker
+        request = Request(
+            active.engine_id,
+            prompt,
+            active.params,
+            arrival_time=now,
+            cache_salt=active.cache_salt,
+            priority=active.priority,
+            resume_token_ids=resume,
+            receives_kv=plan.HasField("prefill_worker") or (plan.HasField("cached_on") and plan.num_cached_blocks > 0),
+        )
+        return active, request
+
+    # --- ends
+
+    def _forget(self, active: ActiveRequest) -> bool:
+        """Takes a request out of the books; whether it was there."""
+        if self._by_engine_id.pop(active.engine_id, None) is None:
+            return False
+        requests = self._by_session[active.session]
+        del requests[active.request_id]
+        if not requests:
+            del self._by_session[active.session]
+        if active.timer is not None:
+            active.timer.cancel()
+        self._context.drain.leave()
+        return True
+
+    def _drop(self, active: ActiveRequest) -> None:
+        """Ends a request that the engine still has, without a word to its gateway."""
+        if not self._forget(active):
+            return
+        if not self.puller.abort(active.engine_id):  # else `ended` follows
+            self.ended(active.engine_id)
+
+    def _refuse(self, active: ActiveRequest, code: Code, message: str) -> None:
+        if active.engine_id in self._by_engine_id:
+            active.session.refuse(active.request_id, code, message)
+            self._drop(active)
+
+    def _refused_by_engine(self, active: ActiveRequest, code: Code, message: str) -> None:
+        if self._forget(active):
+            active.session.refuse(active.request_id, code, message)
+
+    def _out_of_time(self, active: ActiveRequest) -> None:
+        self._refuse(active, Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+    def on_failure(self, error: BaseException) -> None:
+        message = f"decode worker {self._config.worker_id}: the engine failed: {type(error).__name__}: {error}"
+        for active in list(self._by_engine_id.values()):
+            # Another worker may well do it: to the gateway this worker is lost.
+            self._refuse(active, Code.UNAVAILABLE, message)
+
+    # --- what the engine says
+
+    def on_step(self, result: StepResult) -> None:
+        now = self._clock()
+        for request_id in result.admitted:
+            if (active := self._by_engine_id.get(request_id)) is not None:
+                active.admitted_at = now
+        for target in result.received_targets:
+            if (active := self._by_engine_id.get(target.request_id)) is not None:
+                self._receive(active, target)
+        for output in result.outputs:
+            if (active := self._by_engine_id.get(output.request_id)) is not None:
+                self._decoded(active, output, now)
+        self._outbox.flush()
+
+    def _decoded(self, active: ActiveRequest, output: RequestOutput, now: float) -> None:
+        usage = None
+        if active.first_token_at is None:
+            active.first_token_at = now
+            cached = max(output.num_cached_tokens, active.num_pulled_tokens)
+            usage = self._usage(active, cached, output.num_cached_tokens)
+        stages = None
+        if output.finish_reason is not None:
+            stages = active.stages(now)
+            self._forget(active)
+        self._outbox.add(
+            active.session,
+            active.request_id,
+            output.token,
+            output.finish_reason,
+            usage=usage,
+            stages=stages,
+            matched_token_id=output.matched_token_id,
+        )
+
+    @staticmethod
+    def _usage(active: ActiveRequest, num_cached: int, num_local: int) -> pb.Usage:
+        # A resumed request's own earlier tokens are no part of its prompt.
+        limit = len(active.prompt_token_ids)
+        return pb.Usage(num_cached_tokens=min(num_cached, limit), num_local_cached_tokens=min(num_local, limit))
+
+    # --- receiving
+
+    def _receive(self, active: ActiveRequest, target: ReceiveTarget) -> None:
+        """Its blocks are reserved: what is to come into them?"""
+        active.target = target
+        active.num_confirmed_blocks = target.num_cached_blocks
+        if active.prefill_worker is not None:
+            self._open_prefill(active, active.prefill_worker)
+            return
+        source = cached_source(
+            self._context,
+            active.token_ids,
+            active.cache_salt,
+            active.plan.num_cached_blocks,
+            skip_blocks=target.num_cached_blocks,
+        )
+        if len(source.block_hashes) > target.num_cached_blocks:
+            self._open(active, active.plan.cached_on.address, source)
+        else:
+            self._prefill_here(active)
+
+    def _open_prefill(self, active: ActiveRequest, peer: pb.Peer) -> None:
+        active.prefill_worker = peer
+        source = PrefillSource(
+            token_ids=active.token_ids,
+            num_prompt_tokens=len(active.prompt_token_ids),
+            params=active.params,
+            skip_blocks=active.num_confirmed_blocks,
+            cache_salt=active.cache_salt,
+            priority=active.priority,
+            cached_on_address=active.plan.cached_on.address or None,
+            num_cached_blocks=active.plan.num_cached_blocks,
+        )
+        self._open(active, peer.address, source)
+
+    def _open(self, active: ActiveRequest, address: str, source: PrefillSource | CachedSource) -> None:
+        assert active.target is not None
+        timeout_s = active.deadline - self._clock()
+        if timeout_s <= 0:
+            self._out_of_time(active)
+            return
+        active.stage = Stage.PULLING
+        open = Open(
+            handoff_id=uuid4().hex,
+            request_id=active.engine_id,
+            consumer_instance_id=self._context.instance_id,
+            fingerprint=self._context.layout.fingerprint,
+            timeout_s=min(timeout_s, self._config.handoff_timeout_s),
+            source=source,
+        )
+        delivered = active.first_token_id is not None
+        self.puller.pull(address, open, active.target.block_tables, first_token_delivered=delivered)
+
+    def _prefill_here(self, active: ActiveRequest) -> None:
+        """What is confirmed is real, the rest is computed by the engine."""
+        num_tokens = active.num_confirmed_blocks * self._context.layout.block_size
+        self._run(active, min(num_tokens, len(active.token_ids)))
+
+    def _run(self, active: ActiveRequest, num_tokens: int) -> None:
+        active.stage = Stage.ENGINE
+        engine_id, first_token_id = active.engine_id, active.first_token_id
+        if first_token_id is None:
+            # At least the last token is computed, for its logits.
+            num_tokens = min(num_tokens, len(active.token_ids) - 1)
+
+        def finish(engine: Engine) -> None:
+            engine.finish_receiving(engine_id, num_tokens, first_token_id)
+
+        self._thread.post(finish)
+
+    # --- ConsumerPort
+
+    def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
+        """To the client at once, past the engine: it is right by itself."""
+        active = self._by_engine_id.get(request_id)
+        if active is None:
+            return
+        now = self._clock()
+        active.first_token_id = token.token_id
+        active.first_token_at = now
+        active.prefill_s = complete.queued_s + complete.prefill_s
+        assert active.target is not None
+        local = active.target.num_cached_blocks * self._context.layout.block_size
+        num_outputs = len(active.resume_token_ids) + 1
+        finish_reason = finish_reason_after(
+            active.params,
+            token.token_id,
+            num_outputs,
+            len(active.prompt_token_ids) + num_outputs,
+            self._config.engine.max_model_len,
+        )
+        self._outbox.add(
+            active.session,
+            active.request_id,
+            token,
+            finish_reason,
+            usage=self._usage(active, complete.num_cached_tokens, min(local, complete.num_cached_tokens)),
+            stages=active.stages(now) if finish_reason is not None else None,
+            matched_token_id=token.token_id if finish_reason is FinishReason.STOP else None,
+        )
+        self._outbox.flush()
+        if finish_reason is not None:
+            self._drop(active)  # nobody needs its KV
+
+    def commit_blocks(self, request_id: str, num_blocks: int) -> None:
+        if (active := self._by_engine_id.get(request_id)) is not None:
+            active.num_confirmed_blocks = num_blocks
+
+        def commit(engine: Engine) -> None:
+            engine.commit_blocks(request_id, num_blocks)
+
+        self._thread.post(commit)
+
+    def committed(self, request_id: str, result: HandoffResult) -> None:
+        self._context.metrics.observe_transfer(result.stats)
+        active = self._by_engine_id.get(request_id)
+        if active is None:  # dropped while its last event was on the way
+            self.ended(request_id)
+            return
+        active.num_confirmed_blocks = result.num_blocks
+        if result.complete.first_token is None:
+            active.num_pulled_tokens = result.num_blocks * self._context.layout.block_size
+            self._prefill_here(active)
+            return
+        if active.first_token_at is not None:
+            active.transfer_s = self._clock() - active.first_token_at
+        self._run(active, len(active.token_ids))
+
+    def holder_lost(self, request_id: str, lost: HolderLost) -> None:
+        active = self._by_engine_id.get(request_id)
+        if active is None:
+            self.ended(request_id)
+            return
+        active.num_confirmed_blocks = lost.num_confirmed_blocks
+        if active.prefill_worker is None:
+            # Only a cached prefix is lost: what came of it counts, the rest is computed.
+            active.num_pulled_tokens = lost.num_confirmed_blocks * self._context.layout.block_size
+            self._prefill_here(active)
+            return
+        leg = f"prefill worker {active.prefill_worker.worker_id}"
+        if lost.code in _REQUEST_AT_FAULT:
+            self._refuse(active, lost.code, f"{leg}: {lost.message}")
+        elif active.num_repairs >= self._config.max_repairs:
+            message = f"{leg}: {lost.message} (after {active.num_repairs} repairs)"
+            self._refuse(active, Code.INTERNAL, message)
+        else:
+            active.num_repairs += 1
+            active.stage = Stage.NEEDS_PREFILL
+            need = pb.NeedPrefill(
+                request_id=active.request_id,
+                reason=lost.message,
+                num_confirmed_blocks=lost.num_confirmed_blocks,
+                failed_worker_id=active.prefill_worker.worker_id,
+            )
+            active.session.send(pb.SessionResponse(need_prefill=need))
+
+    def ended(self, request_id: str) -> None:
+        """No copy is in flight into the request's blocks: the engine may free them."""
+
+        def abort(engine: Engine) -> None:
+            engine.abort(request_id)
+
+        self._thread.post(abort)
