@@ -97,11 +97,12 @@ class Engine:
         self._scheduler.commit_blocks(request_id, num_blocks)
 
     def finish_receiving(self, request_id: str, num_tokens: int, first_token: int | None) -> FinishReason | None:
-        """The KV of `num_tokens` leading tokens is real: the request runs from now on, without another report.
+        """The KV of `num_tokens` leading tokens is real: the request runs from now on, and what is
+        missing is computed here.
 
         Args:
-            first_token: the token after them, sampled by the peer and delivered already; it is not reported again.
-                None: the rest of the prompt, at least its last token, is computed here.
+            first_token: the next token after all that the request has, sampled by the peer and delivered already; it
+                is not reported again. None: it is sampled here, so at least the last token is computed here.
 
         Returns why the request ended, if it did with `first_token`.
 
@@ -116,7 +117,7 @@ class Engine:
         """Holds the longest leading run of these blocks that is cached, one pin a block; their ids."""
         (block_ids,) = self._manager.get_computed_blocks(block_hashes).block_tables
         self._manager.pin(block_ids)
-        return block_ids
+        return list(block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Gives back pins, in any order.

@@ -108,7 +108,7 @@ class Scheduler:
         """The KV of `num_tokens` leading tokens is in the request's blocks: it runs from now on.
 
         Args:
-            first_token: the next token, sampled by the peer; None: what is missing of the prompt is computed here.
+            first_token: the next token, sampled by the peer and delivered; None: it is sampled here.
 
         Raises:
             ValueError: no such request receives, or the numbers contradict its tokens.
@@ -116,12 +116,11 @@ class Scheduler:
         request = self._receiving(request_id)
         if not 0 <= num_tokens <= request.num_tokens:
             raise ValueError(f"{num_tokens} tokens received of {request.num_tokens} that {request_id} has")
-        if first_token is None:
-            # What was committed before counts; the last token is computed here, for its logits.
+        if num_tokens < request.num_tokens or first_token is None:
+            # What was committed before counts. The rest is computed here: the peer was lost, perhaps after it had
+            # sampled. The last token always is if there is no next one yet, for its logits.
             num_committed = self.manager.num_registered_blocks(request_id) * self.config.block_size
             num_tokens = min(max(num_tokens, num_committed), request.num_tokens - 1)
-        elif num_tokens != request.num_tokens:
-            raise ValueError(f"{request_id} got its next token after {num_tokens} of {request.num_tokens} tokens")
         block_size = self.config.block_size
         self.manager.cache_blocks(request_id, request.hashes(block_size), num_tokens // block_size)
         request.num_computed_tokens = num_tokens
