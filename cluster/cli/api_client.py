@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+_THIS_MACHINE = {"127.0.0.1", "::1", "localhost"}
 
 
 class ServerError(Exception):
@@ -38,6 +40,8 @@ class ApiClient:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
+            # The environment's web proxy does not know this machine's own servers.
+            trust_env=urlsplit(self.base_url).hostname not in _THIS_MACHINE,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             # An open-loop load must never wait for a connection to come free.

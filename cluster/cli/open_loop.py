@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from cluster.cli.api_client import ApiClient, ServerError
@@ -76,7 +77,7 @@ class RequestRecord:
     @property
     def itl_s(self) -> list[float]:
         """Times between chunks: a server may put the tokens of several steps in one."""
-        return [later - earlier for earlier, later in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.chunk_s)]
 
     @property
     def tpot_s(self) -> float | None:
