@@ -19,7 +19,7 @@ from engine.kvcache.spec import KVCacheSpec
 class ComputedBlocks:
     """A cached prefix: found, not held yet. Valid until the pool changes."""
 
-    block_tables: tuple[list[int], ...]  # one a group, equally long
+    block_tables: tuple[tuple[int, ...], ...]  # one a group, equally long
 
     @property
     def num_blocks(self) -> int:
@@ -72,9 +72,9 @@ class KVCacheManager:
         """The longest cached prefix, of at most `max_blocks` blocks."""
         num_blocks = self.num_computed_blocks(block_hashes, max_blocks)
         if num_blocks == 0:
-            return ComputedBlocks(tuple([] for _ in self.specs))
+            return ComputedBlocks(tuple(() for _ in self.specs))
         last_hash = block_hashes[num_blocks - 1]
-        tables = tuple(self.pool.cached_chain(last_hash, group_id) for group_id in range(len(self.specs)))
+        tables = tuple(tuple(self.pool.cached_chain(last_hash, group_id)) for group_id in range(len(self.specs)))
         assert all(len(table) == num_blocks for table in tables), f"{tables} for a prefix of {num_blocks} blocks"
         return ComputedBlocks(tables)
 
@@ -91,14 +91,12 @@ class KVCacheManager:
         """
         holding = self._holdings.get(request_id)
         assert holding is None or computed is None, f"{request_id} holds blocks already"
-        if holding is None:
-            if computed is None:
-                computed = ComputedBlocks(tuple([] for _ in self.specs))
-            tables = computed.block_tables
-            num_revived = sum(self.pool.num_inactive(table) for table in tables)
-        else:
+        if holding is not None:
             tables = holding.block_tables
             num_revived = 0
+        else:
+            tables = tuple(map(list, computed.block_tables)) if computed else tuple([] for _ in self.specs)
+            num_revived = sum(self.pool.num_inactive(table) for table in tables)
         missing = [
             max(0, spec.num_blocks_for(num_tokens) - len(table)) for spec, table in zip(self.specs, tables, strict=True)
         ]

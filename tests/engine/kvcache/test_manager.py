@@ -1,0 +1,168 @@
+"""Block tables and pins over the pool, with one group and with two."""
+
+import pytest
+
+from engine.kvcache.block_hash import hash_blocks, root_hash
+from engine.kvcache.manager import KVCacheManager
+from engine.kvcache.spec import FullAttentionSpec
+
+ROOT = root_hash(b"f" * 16)
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(params=[1, 2], ids=["one group", "two groups"])
+def manager(request):
+    """Room for eight blocks in each group."""
+    manager = KVCacheManager(1 + 8 * request.param, [FullAttentionSpec(BLOCK_SIZE)] * request.param)
+    yield manager
+    manager.check_integrity()
+
+
+def compute(manager, request_id, tokens):
+    """A request's whole life but its end; how many blocks it found cached."""
+    hashes = hash_blocks(ROOT, tokens, BLOCK_SIZE)
+    computed = manager.get_computed_blocks(hashes, (len(tokens) - 1) // BLOCK_SIZE)
+    assert manager.allocate_slots(request_id, len(tokens), computed=computed)
+    manager.cache_blocks(request_id, hashes, len(hashes))
+    return computed.num_blocks
+
+
+def counts(manager):
+    """Free, cached, active; for one group."""
+    pool, num_groups = manager.pool, len(manager.specs)
+    return tuple(n // num_groups for n in (pool.num_free_blocks, pool.num_cached_blocks, pool.num_active_blocks))
+
+
+def test_groups_are_refused_when_none_or_of_unequal_blocks():
+    for specs in ([], [FullAttentionSpec(4), FullAttentionSpec(8)]):
+        with pytest.raises(ValueError, match="equal block size"):
+            KVCacheManager(8, specs)
+
+
+def test_spec_is_refused_when_blocks_have_no_tokens():
+    with pytest.raises(ValueError, match="not 0"):
+        FullAttentionSpec(0)
+
+
+def test_tables_of_groups_are_disjoint_when_allocated(manager):
+    assert manager.allocate_slots("a", 9)
+    tables = manager.block_tables("a")
+    assert [len(table) for table in tables] == [3] * len(manager.specs)
+    assert len({block_id for table in tables for block_id in table}) == manager.num_held_blocks("a")
+    assert manager.num_held_blocks("a") == manager.num_blocks_for(9)
+
+
+def test_tables_grow_in_place_when_more_slots_are_needed(manager):
+    assert manager.allocate_slots("a", 4)
+    tables = manager.block_tables("a")
+    before = [list(table) for table in tables]
+    assert manager.allocate_slots("a", 5)
+    assert manager.block_tables("a") is tables
+    assert [table[:1] for table in tables] == before
+    assert [len(table) for table in tables] == [2] * len(tables)
+
+
+def test_nothing_is_allocated_when_the_last_block_has_room(manager):
+    manager.allocate_slots("a", 5)
+    before = counts(manager)
+    assert manager.allocate_slots("a", 8)
+    assert manager.allocate_slots("a", 3)
+    assert counts(manager) == before
+
+
+def test_allocation_changes_nothing_when_one_group_would_go_without():
+    manager = KVCacheManager(4, [FullAttentionSpec(BLOCK_SIZE)] * 2)  # three blocks: one group could have two
+    assert not manager.allocate_slots("a", 8)
+    assert not manager.holds("a")
+    assert manager.pool.num_free_blocks == 3
+
+
+def test_allocation_is_refused_when_it_would_not_leave_what_others_need(manager):
+    keep = 2 * len(manager.specs)
+    assert not manager.allocate_slots("a", 7 * BLOCK_SIZE, keep_available=keep)
+    assert manager.allocate_slots("a", 6 * BLOCK_SIZE, keep_available=keep)
+
+
+def test_cached_blocks_that_nobody_holds_count_as_new_when_room_is_scarce(manager):
+    compute(manager, "a", range(17))
+    manager.free("a")
+    assert counts(manager) == (4, 4, 0)
+    hashes = hash_blocks(ROOT, range(32), BLOCK_SIZE)
+    computed = manager.get_computed_blocks(hashes)
+    assert computed.num_blocks == 4
+    assert not manager.allocate_slots("b", 33, computed=computed)  # nine blocks of eight, though four are cached
+    assert counts(manager) == (4, 4, 0)
+    assert manager.allocate_slots("b", 32, computed=computed)
+    assert counts(manager) == (0, 0, 8)
+
+
+def test_longest_prefix_is_shared_when_tokens_agree(manager):
+    assert compute(manager, "a", range(12)) == 0
+    assert compute(manager, "b", [*range(8), 99, 100, 101, 102, 103]) == 2
+    for a, b in zip(manager.block_tables("a"), manager.block_tables("b"), strict=True):
+        assert a[:2] == b[:2]
+        assert not set(a[2:]) & set(b[2:])
+
+
+def test_last_token_is_left_to_compute_when_the_whole_prompt_is_cached(manager):
+    compute(manager, "a", range(8))
+    assert compute(manager, "b", range(8)) == 1
+
+
+def test_prefix_ends_where_one_group_lacks_a_block():
+    manager = KVCacheManager(20, [FullAttentionSpec(BLOCK_SIZE)] * 2)
+    compute(manager, "a", range(12))
+    hashes = hash_blocks(ROOT, range(12), BLOCK_SIZE)
+    del manager.pool.registered[1][hashes[2]]
+    assert manager.num_computed_blocks(hashes) == 2
+
+
+@pytest.mark.parametrize("num_cached", range(6))
+def test_prefix_is_found_by_bisection_when_so_many_blocks_are_cached(manager, num_cached):
+    compute(manager, "a", range(num_cached * BLOCK_SIZE + 1))
+    hashes = hash_blocks(ROOT, range(24), BLOCK_SIZE)
+    assert manager.num_computed_blocks(hashes) == num_cached
+    assert manager.num_computed_blocks(hashes, 3) == min(3, num_cached)
+
+
+def test_blocks_stay_cached_when_their_request_ends(manager):
+    compute(manager, "a", range(10))
+    manager.free("a")
+    assert counts(manager) == (6, 2, 0)
+    manager.free("a")  # holds nothing: nothing to do
+    assert compute(manager, "b", range(10)) == 2
+
+
+def test_pinned_blocks_stay_when_their_request_ends(manager):
+    compute(manager, "a", range(10))
+    pinned = [block_id for table in manager.block_tables("a") for block_id in table]
+    manager.pin(pinned)
+    manager.free("a")
+    assert manager.num_pins == len(pinned)
+    assert counts(manager) == (5, 0, 3)  # the last is full only in part, and pinned like the others
+    for block_id in pinned:
+        manager.check_integrity()
+        manager.unpin([block_id])
+    assert manager.num_pins == 0
+    assert counts(manager) == (6, 2, 0)
+
+
+def test_unpin_is_refused_when_not_pinned_though_a_request_holds_the_block(manager):
+    compute(manager, "a", range(10))
+    block_id, other = manager.block_tables("a")[0][:2]
+    manager.pin([block_id, block_id, other])
+    with pytest.raises(ValueError, match="unpinned 3 times, but pinned 2 times"):
+        manager.unpin([other, block_id, block_id, block_id])
+    assert manager.num_pins == 3
+    manager.unpin([other, block_id, block_id])
+    with pytest.raises(ValueError, match="pinned 0 times"):
+        manager.unpin([block_id])
+
+
+def test_integrity_check_fails_when_a_reference_belongs_to_nobody(manager):
+    compute(manager, "a", range(10))
+    block_id = manager.block_tables("a")[0][0]
+    manager.pool.take([block_id])
+    with pytest.raises(AssertionError, match=f"hold block {block_id}"):
+        manager.check_integrity()
+    manager.pool.free([block_id])
