@@ -177,7 +177,7 @@ class _GeneratorCollector(Collector):
             ("tandem_requests_refused", "Requests refused at the gateway's own bound.", stats.queue_full),
             ("tandem_prefill_repairs", "Other prefill workers named for requests in flight.", stats.repairs),
             ("tandem_resubmissions", "Requests moved to another decode worker.", stats.resubmissions),
-            ("tandem_local_prefill_fallbacks", "Requests prefilled on a decode worker for want.", stats.local_fallbacks),
+            ("tandem_local_prefill_fallbacks", "Requests that found no prefill worker.", stats.local_fallbacks),
             ("tandem_stale_prefix_hits", "Requests with fewer tokens cached than planned.", stats.stale_hits),
             ("tandem_planned_cached_tokens", "Prompt tokens that plans found cached.", stats.planned_cached_tokens),
         ):  # fmt: skip

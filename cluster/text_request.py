@@ -60,6 +60,7 @@ class TextRequest:
     prompt: str | Sequence[int]
     options: TextOptions = field(default_factory=TextOptions)
     add_special_tokens: bool = True  # to a prompt of text; a chat template has put them in already
+    prompt_field: str = "prompt"  # what errors call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class SequencePlanner:
         options = request.options
         self._check(options)
         token_ids = await self._tokenize(request)
-        max_tokens = self._max_tokens(len(token_ids), options)
+        max_tokens = self._max_tokens(len(token_ids), request)
         sequences = self._sequences(request, token_ids, max_tokens)
         return PlannedText(
             request_id=request.request_id,
@@ -134,26 +135,29 @@ class SequencePlanner:
 
     async def _tokenize(self, request: TextRequest) -> tuple[int, ...]:
         if isinstance(request.prompt, str):
-            token_ids = await self.tokenize(request.prompt, add_special_tokens=request.add_special_tokens)
+            token_ids = await self.tokenize(
+                request.prompt, add_special_tokens=request.add_special_tokens, param=request.prompt_field
+            )
         else:
             token_ids = list(request.prompt)
             for token_id in token_ids:
-                self._check_token_id(token_id, "prompt")
+                self._check_token_id(token_id, request.prompt_field)
         if not token_ids:
-            raise InvalidRequest("prompt is empty: it must have at least one token", param="prompt")
+            field_name = request.prompt_field
+            raise InvalidRequest(f"{field_name} is empty: it must have at least one token", param=field_name)
         return tuple(token_ids)
 
-    def _max_tokens(self, num_prompt_tokens: int, options: TextOptions) -> int:
+    def _max_tokens(self, num_prompt_tokens: int, request: TextRequest) -> int:
         context = self._model.max_model_len
         room = context - num_prompt_tokens
-        max_tokens = options.max_tokens
+        max_tokens = request.options.max_tokens
         if max_tokens is None:
             max_tokens = max(room, 1)  # at least one token, or the request makes no sense
         if max_tokens > room:
             raise InvalidRequest(
                 f"the model's context holds {context} tokens; the prompt has {num_prompt_tokens} and up to "
                 f"{max_tokens} more are asked for",
-                param="max_tokens" if num_prompt_tokens < context else "prompt",
+                param="max_tokens" if num_prompt_tokens < context else request.prompt_field,
                 code="context_length_exceeded",
             )
         return max_tokens
@@ -233,6 +237,11 @@ class SequencePlanner:
             )
             for index, params in enumerate(all_params)
         )
+
+
+def reported_stop(matched: str | int | None, options: TextOptions) -> str | int | None:
+    """Which of the caller's own stops ended a choice; the model's end of sequence is none of them."""
+    return matched if isinstance(matched, str) or matched in options.stop_token_ids else None
 
 
 def choice_seed(seed: int, index: int) -> int:
