@@ -1,0 +1,74 @@
+"""The files under deploy/: that the programs they are for would take them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from cluster.config import load_config
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.mark.parametrize("name", ["onprem", "aws"])
+def test_ray_takes_the_cluster(name: str) -> None:
+    prepared = prepare_config(yaml.safe_load((DEPLOY / "ray" / f"{name}.yaml").read_text()))
+    validate_config(prepared)
+    assert prepared["head_node_type"] in prepared["available_node_types"]
+    # Every machine gets Tandem, and starts Ray out of its environment.
+    for kind in ("head", "worker"):
+        assert any("--editable" in command for command in prepared[f"{kind}_setup_commands"])
+        assert any("~/tandem/.venv/bin/ray start" in command for command in prepared[f"{kind}_start_ray_commands"])
+
+
+def test_schema_would_refuse_a_slip() -> None:
+    config = yaml.safe_load((DEPLOY / "ray" / "onprem.yaml").read_text())
+    config["head_start_ray_command"] = config.pop("head_start_ray_commands")
+    with pytest.raises(Exception, match="head_start_ray_command"):
+        validate_config(prepare_config(config))
+
+
+def test_example_configuration_is_allowed_and_says_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    example, defaults = load_config(DEPLOY / "tandem.yaml"), load_config()
+    assert example.model_dump() == defaults.model_dump() | {
+        "served_model_name": defaults.model_name,
+        "grpc_port": defaults.grpc_listen_port,
+    }
+
+
+def test_prometheus_scrapes_the_default_gateway_and_the_workers_it_names() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    gateway, workers = config["scrape_configs"]
+    address = "{0.host}:{0.port}".format(load_config(None, {"ray_address": "local"}))
+    assert gateway["static_configs"] == [{"targets": [address]}]
+    assert (gateway["metrics_path"], gateway["params"]) == ("/metrics", {"scope": ["gateway"]})
+    assert workers["http_sd_configs"][0]["url"] == f"http://{address}/metrics/targets"
+
+
+def dashboard() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((DEPLOY / "grafana" / "tandem.json").read_text())
+    return content
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    cells = [
+        (x, y)
+        for panel in dashboard()["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+def metric_names() -> set[str]:
+    return set(re.findall(r"tandem_\w+", json.dumps([panel["targets"] for panel in dashboard()["panels"]])))
+
+
+def test_dashboard_shows_the_metrics_that_matter() -> None:
+    assert {"tandem_time_to_first_token_seconds_bucket", "tandem_kv_transfer_bytes_sum"} <= metric_names()
