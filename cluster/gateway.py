@@ -1,0 +1,191 @@
+"""The gateway: one process, one event loop, two front doors.
+
+A gateway's life: its ports are bound, so that one in use is known at once; the tokenizer loads while the workers are
+waited for; then HTTP and gRPC open together, over the same text generation. At the end both take nothing new, let what
+is in flight end within a set time, and close. Workers come and go through the `Membership`, which belongs to whoever
+made it.
+"""
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+import uvicorn
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_reflection.v1alpha import reflection
+
+from cluster.config import ClusterConfig
+from cluster.membership import Membership
+from cluster.metrics import GatewayMetrics
+from cluster.openai.app import create_app
+from cluster.openai.server import ApiServer
+from cluster.request_run import RunLimits
+from cluster.routed_generator import RoutedGenerator
+from cluster.scrape import ClusterScrape
+from cluster.service import GenerationService
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.tokenizer import Tokenizer
+from cluster.text_generator import TextGenerator
+from engine.model.locate import resolve_model
+from tandem.v1 import generation_pb2, generation_pb2_grpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+
+
+class Gateway:
+    """Serves the model of a `Membership`'s workers over HTTP and gRPC.
+
+    `http_port` and `grpc_port` are known once `start` has returned.
+    """
+
+    def __init__(self, config: ClusterConfig, membership: Membership) -> None:
+        self._config = config
+        limits = RunLimits(
+            max_repairs=config.max_repairs,
+            max_resubmissions=config.max_repairs,
+            timeout_s=config.request_timeout_s,
+        )
+        self.generator = RoutedGenerator(membership, limits)
+        self.http_port = 0
+        self.grpc_port = 0
+        self._scrape: ClusterScrape | None = None
+        self._http: _HttpServer | None = None
+        self._http_task: asyncio.Task[None] | None = None
+        self._grpc: grpc.aio.Server | None = None
+        self._health: HealthServicer | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Of the HTTP API."""
+        return f"http://{_in_url(self._config.host)}:{self.http_port}"
+
+    async def start(self) -> None:
+        """Returns when requests can be served: a decode worker is ready, and both front doors are open.
+
+        Raises:
+            OSError: a port cannot be had.
+            FileNotFoundError, ValueError: the model has no tokenizer that can be read.
+        """
+        listener = _listen(self._config.host, self._config.port)
+        try:
+            loading = asyncio.to_thread(_load_text, resolve_model(self._config.model))
+            (tokenizer, template), _ = await asyncio.gather(loading, self.generator.wait_ready())
+            await self._open(listener, tokenizer, template)
+        except BaseException:
+            listener.close()
+            raise
+
+    async def _open(self, listener: socket.socket, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        version = metadata.version("tandem-serve")
+        metrics = GatewayMetrics(
+            self.generator.model.served_model_name,
+            stats=lambda: self.generator.stats,
+            workers=self.generator.workers,
+        )
+        self._scrape = ClusterScrape(metrics.registry)
+        text = TextGenerator(self.generator, tokenizer, metrics, clock=time.monotonic)
+        await self._open_grpc(GenerationService(text, version=version, clock=time.monotonic))
+        server = ApiServer(
+            text=text, scrape=self._scrape, version=version, created=int(time.time()), chat_template=template
+        )
+        self._http = _HttpServer(
+            uvicorn.Config(
+                create_app(server),
+                lifespan="off",
+                log_config=None,  # logging belongs to the process
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(self._config.shutdown_timeout_s),
+            )
+        )
+        self._http_task = asyncio.create_task(self._http.serve([listener]), name="http")
+        await self._http.wait_started(self._http_task)
+        self.http_port = listener.getsockname()[1]
+
+    async def _open_grpc(self, service: GenerationService) -> None:
+        server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),  # a port in use is an error, not a port shared
+            )
+        )
+        generation_pb2_grpc.add_GenerationServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+        address = f"{_in_url(self._config.host)}:{self._config.grpc_listen_port}"
+        try:
+            self.grpc_port = server.add_insecure_port(address)
+        except RuntimeError as exc:
+            raise OSError(f"cannot listen on {address} for gRPC: {exc}") from exc
+        await server.start()
+        self._grpc = server
+        for name in ("", _SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self) -> None:
+        """Takes nothing new, lets requests in flight end within `shutdown_timeout_s`, closes. Idempotent."""
+        http_task, self._http_task = self._http_task, None
+        grpc_server, self._grpc = self._grpc, None
+        if self._health is not None:
+            await self._health.enter_graceful_shutdown()
+        if self._http is not None:
+            self._http.should_exit = True
+        if grpc_server is not None:
+            await grpc_server.stop(self._config.shutdown_timeout_s)
+        if http_task is not None:
+            await http_task
+        if self._scrape is not None:
+            await self._scrape.close()
+
+
+class _HttpServer(uvicorn.Server):
+    """An HTTP server inside somebody else's loop: signals are not its business."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._has_started = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._has_started.set()
+
+    async def wait_started(self, serving: asyncio.Task[None]) -> None:
+        """Returns once connections are taken; raises what `serving` failed with."""
+        started = asyncio.ensure_future(self._has_started.wait())
+        await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if serving.done():
+            await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as exc:
+        raise OSError(exc.errno, f"cannot listen on {_in_url(host)}:{port}: {exc.strerror}") from exc
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _load_text(path: Path) -> tuple[Tokenizer, ChatTemplate | None]:
+    tokenizer = Tokenizer.load(path)
+    source = tokenizer.chat_template
+    return tokenizer, ChatTemplate(source, tokenizer.special.names) if source is not None else None

@@ -1,0 +1,125 @@
+"""The HTTP application: which path leads where."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from cluster.openai.body import read_object
+from cluster.openai.chat import ChatShape
+from cluster.openai.chat_request import ChatRequest
+from cluster.openai.completion_request import CompletionRequest
+from cluster.openai.completions import CompletionShape
+from cluster.openai.error_replies import install_error_handlers
+from cluster.openai.reply import Call
+from cluster.openai.request_id import RequestId
+from cluster.openai.server import ApiServer
+from cluster.openai.token_endpoints import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
+from cluster.scrape import discovery_targets
+from cluster.text_request import TextRequest
+
+_PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(server: ApiServer) -> FastAPI:
+    """The application over `server`."""
+    app = FastAPI(title="Tandem", version=server.version, redirect_slashes=False)
+    install_error_handlers(app)
+    app.add_middleware(RequestId)
+    _add_generation(app, server)
+    _add_models(app, server)
+    _add_tokens(app, server)
+    _add_operation(app, server)
+    return app
+
+
+def _add_generation(app: FastAPI, server: ApiServer) -> None:
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        fields = CompletionRequest.parse(await read_object(request, server.max_body_bytes))
+        server.check_model(fields.model)
+        head = server.head("cmpl")
+        planned = [await server.text.plan(text) for text in fields.text_requests(head.id)]
+        shape = CompletionShape(fields, planned, server.text.tokenizer)
+        call = Call(server.text, planned, head, shape, wants_usage=fields.wants_usage)
+        return call.stream() if fields.stream else await call.whole(request)
+
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        fields = ChatRequest.parse(await read_object(request, server.max_body_bytes))
+        server.check_model(fields.model)
+        head = server.head("chatcmpl")
+        text = TextRequest(
+            request_id=head.id,
+            prompt=fields.render(server.template()),
+            options=fields.options(),
+            add_special_tokens=False,  # they are in the template
+            prompt_field="messages",
+        )
+        planned = await server.text.plan(text)
+        shape = ChatShape(fields, planned, server.text.tokenizer)
+        call = Call(server.text, [planned], head, shape, wants_usage=fields.wants_usage)
+        return call.stream() if fields.stream else await call.whole(request)
+
+
+def _add_models(app: FastAPI, server: ApiServer) -> None:
+    def model_object() -> dict[str, Any]:
+        return {
+            "id": server.model_name,
+            "object": "model",
+            "created": server.created,
+            "owned_by": "tandem",
+            "max_model_len": server.text.model.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [model_object()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> JSONResponse:
+        server.check_model(name)
+        return JSONResponse(model_object())
+
+
+def _add_tokens(app: FastAPI, server: ApiServer) -> None:
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize_text(request: Request) -> JSONResponse:
+        fields = TokenizeRequest.parse(await read_object(request, server.max_body_bytes))
+        return JSONResponse(await tokenize(server, fields))
+
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize_ids(request: Request) -> JSONResponse:
+        fields = DetokenizeRequest.parse(await read_object(request, server.max_body_bytes))
+        return JSONResponse(detokenize(server, fields))
+
+
+def _add_operation(app: FastAPI, server: ApiServer) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while requests can be served: a decode worker is ready."""
+        is_ready = server.can_serve()
+        return JSONResponse({"status": "ok" if is_ready else "no worker"}, status_code=200 if is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": server.version})
+
+    @app.get("/metrics")
+    async def metrics(scope: str = "cluster") -> Response:
+        """Prometheus text: of the gateway and all workers, or of the gateway alone (`?scope=gateway`)."""
+        if scope == "gateway":
+            return Response(server.scrape.gateway(), media_type=_PROMETHEUS_TEXT)
+        return Response(await server.scrape.cluster(server.generator.workers()), media_type=_PROMETHEUS_TEXT)
+
+    @app.get("/metrics/targets")
+    async def targets() -> JSONResponse:
+        """The workers' own endpoints, for Prometheus' HTTP service discovery."""
+        return JSONResponse(discovery_targets(server.generator.workers()))
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """A body's schema for the API description: it is read by hand, so that every error looks alike."""
+    schema = body.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,67 @@
+"""A request's body: bounded, UTF-8, one JSON object."""
+
+import json
+import math
+from typing import Any, NoReturn
+
+from fastapi import Request
+
+from cluster.errors import InvalidRequest
+from cluster.openai.error_replies import RequestTooLarge
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body.
+
+    Raises:
+        RequestTooLarge: the body is longer than `max_bytes`; not more than that is read.
+        InvalidRequest: it is no JSON object, or holds numbers or characters that JSON and Unicode do not have.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return parse_object(bytes(body))
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """See `read_object`."""
+    try:
+        content = json.loads(body.decode("utf-8"), parse_constant=_no_number, parse_float=_finite)
+        if b"\\u" in body:
+            # An escape can write half a surrogate pair, which no encoding of Unicode can express.
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise InvalidRequest(f"the body is not UTF-8: {exc}", code="invalid_json") from exc
+    except UnicodeEncodeError as exc:
+        raise InvalidRequest("the body holds a lone surrogate, which is no character", code="invalid_json") from exc
+    except RecursionError as exc:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from exc
+    except ValueError as exc:
+        raise InvalidRequest(f"the body is not valid JSON: {exc}", code="invalid_json") from exc
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {_kind(content)}", code="invalid_json")
+    return content
+
+
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body has more than {max_bytes} bytes", code="request_too_large")
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is out of range")
+    return value
+
+
+def _kind(content: object) -> str:
+    return {list: "an array", str: "a string", bool: "a truth value", type(None): "null"}.get(type(content), "a number")

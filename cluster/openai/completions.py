@@ -1,0 +1,72 @@
+"""`/v1/completions`: a prompt is continued."""
+
+from collections.abc import Iterator, Sequence
+
+from cluster.openai.completion_request import CompletionRequest
+from cluster.openai.logprobs import CompletionLogprobs
+from cluster.openai.reply import Json
+from cluster.text.tokenizer import Tokenizer
+from cluster.text_generator import TextDelta
+from cluster.text_request import PlannedText, reported_stop
+
+
+class CompletionShape:
+    """Objects of `/v1/completions`: a chunk's choice looks like a whole one."""
+
+    chunk_object = "text_completion"
+    whole_object = "text_completion"
+
+    def __init__(self, request: CompletionRequest, planned: Sequence[PlannedText], tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._prompts = [prompt for prompt in planned for _ in range(prompt.options.n)]  # by choice
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._begun: set[int] = set()
+
+    def chunk_choices(self, delta: TextDelta) -> Iterator[Json]:
+        shows_tokens = self._request.logprobs is not None or self._request.return_token_ids
+        is_first = delta.index not in self._begun
+        if (
+            delta.text
+            or delta.finish_reason is not None
+            or (shows_tokens and delta.tokens)
+            or (is_first and self._request.echo)
+        ):
+            yield self.whole_choice(delta)
+
+    def whole_choice(self, delta: TextDelta) -> Json:
+        prompt = self._prompts[delta.index]
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        text = self._prompt_text(prompt) + delta.text if is_first and self._request.echo else delta.text
+        choice: Json = {
+            "index": delta.index,
+            "text": text,
+            "logprobs": self._logprobs_of(delta),
+            "finish_reason": delta.finish_reason.value if delta.finish_reason is not None else None,
+            "stop_reason": reported_stop(delta.matched_stop, prompt.options),
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = [token.token_id for token in delta.tokens]
+            if is_first:
+                choice["prompt_token_ids"] = list(prompt.prompt_token_ids)
+        return choice
+
+    def _prompt_text(self, prompt: PlannedText) -> str:
+        if prompt.prompt is not None:
+            return prompt.prompt
+        skip = prompt.options.skip_special_tokens
+        return self._tokenizer.decode(prompt.prompt_token_ids, skip_special_tokens=skip)
+
+    def _logprobs_of(self, delta: TextDelta) -> Json | None:
+        if self._request.logprobs is None:
+            return None
+        lists = self._logprobs.get(delta.index)
+        if lists is None:
+            lists = self._logprobs[delta.index] = CompletionLogprobs(
+                self._tokenizer,
+                self._request.logprobs,
+                offset=0,  # a prompt's text never stands before it: echo with logprobs is refused
+                skip_special_tokens=self._prompts[delta.index].options.skip_special_tokens,
+            )
+        return lists.push(delta.tokens)

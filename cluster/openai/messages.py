@@ -1,0 +1,126 @@
+"""The messages of a conversation, checked and brought into the form that chat templates expect.
+
+Templates know a message's `role`, its `content` as one string, and the assistant's `tool_calls` with their arguments as
+an object. Clients write content as a list of parts, leave it null beside tool calls, and send arguments as a string.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from cluster.openai.request_fields import shorten
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# What OpenAI calls developer, models were trained to know as system.
+_TEMPLATE_ROLE = {"developer": "system"}
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # type of part -> its field
+
+
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages for a chat template.
+
+    Raises:
+        InvalidRequest: names the message and what is wrong with it.
+    """
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("messages must be a list of at least one message", param="messages")
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} must be an object, not {shorten(message)}", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequest(
+            f"{where}.role must be one of {', '.join(ROLES)}, not {shorten(role)}", param=f"{where}.role"
+        )
+    out: dict[str, Any] = {"role": _TEMPLATE_ROLE.get(role, role)}
+    calls = message.get("tool_calls")
+    if role == "assistant" and calls:
+        out["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    content = message.get("content")
+    if content is None:
+        if not (role == "assistant" and (calls or message.get("function_call") or message.get("refusal"))):
+            raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
+        content = ""
+    out["content"] = _text(content, f"{where}.content")
+    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+        out["reasoning_content"] = message["reasoning_content"]
+    if role in ("tool", "function"):
+        # Some templates tell the model which tool answers; other roles' names no template knows.
+        out |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+    return out
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of parts, not {shorten(content)}", param=where)
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            raise InvalidRequest(
+                f"{where}[{number}] must be a part of type text, not {shorten(kind if kind else part)}",
+                param=f"{where}[{number}]",
+            )
+        text = part.get(field)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}[{number}].{field} must be a string", param=f"{where}[{number}].{field}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} must be a list, not {shorten(calls)}", param=where)
+    return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{where} must have a function with a name", param=f"{where}.function")
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"))},
+    }
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments as an object where they are one: templates print them as JSON themselves."""
+    if not isinstance(arguments, str):
+        return arguments if arguments is not None else {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments  # the model wrote no JSON; its words stand as they are
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def parse_tools(value: Any, tool_choice: Any) -> Sequence[Mapping[str, Any]]:
+    """The tools that the template is told of.
+
+    Raises:
+        InvalidRequest: tools that the model should call: not available yet.
+    """
+    if value is not None and not isinstance(value, list):
+        raise InvalidRequest(f"tools must be a list, not {shorten(value)}", param="tools")
+    if tool_choice not in (None, "none", "auto"):
+        raise InvalidRequest(
+            f"tool_choice {shorten(tool_choice)} is not supported: calling tools is not available yet",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    if value and tool_choice != "none":
+        raise InvalidRequest(
+            'tools are not supported yet, except with tool_choice "none"', param="tools", code="unsupported_parameter"
+        )
+    if not all(isinstance(tool, dict) for tool in value or ()):
+        raise InvalidRequest("tools must hold objects", param="tools")
+    return value or ()

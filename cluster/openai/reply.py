@@ -1,0 +1,229 @@
+"""From a call's text deltas to what goes over the connection: one JSON object, or server-sent events.
+
+Completions and chat differ only in the shape of their objects (`Shape`). Everything that both share is here: the head
+of the objects, usage, the order of a stream's events, errors in the middle of it, and the headers that tell which
+workers served the call. A stream's status and headers wait for its first delta, so that a request which cannot be
+started is answered by an error with its own status.
+"""
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import GenerationError
+from cluster.openai.disconnect import ClientDisconnected, until_disconnect
+from cluster.openai.error_replies import error_object_of
+from cluster.text_generator import TextDelta, TextGenerator
+from cluster.text_request import PlannedText
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the server's log
+
+Json = dict[str, Any]
+
+
+class Shape(Protocol):
+    """The objects of one endpoint, for one call."""
+
+    chunk_object: str
+    whole_object: str
+
+    def chunk_choices(self, delta: TextDelta) -> Iterator[Json]:
+        """What a delta adds to a stream: one choice for each event; nothing if there is nothing to show."""
+        ...
+
+    def whole_choice(self, delta: TextDelta) -> Json:
+        """A choice that was not streamed; `delta` is all of its deltas in one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all objects of a call begin with."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    system_fingerprint: str
+
+    def json(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class Usage:
+    """Counts the tokens of a call. A prompt counts once, however many choices continue it."""
+
+    def __init__(self, planned: Sequence[PlannedText]) -> None:
+        self._prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in planned)
+        self._completion_tokens = 0
+        self._cached_tokens: dict[int, int] = {}
+        # Index of each prompt's first choice: its cached tokens are the prompt's.
+        self._first_choices = set()
+        base = 0
+        for prompt in planned:
+            self._first_choices.add(base)
+            base += prompt.options.n
+
+    def add(self, delta: TextDelta) -> None:
+        self._completion_tokens += len(delta.tokens)
+        if delta.index in self._first_choices:
+            self._cached_tokens.setdefault(delta.index, delta.num_cached_tokens)
+
+    def json(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+        }
+
+
+class Call:
+    """A planned call: runs it, and answers its request.
+
+    Args:
+        wants_usage: a stream ends with the usage.
+    """
+
+    def __init__(
+        self,
+        text: TextGenerator,
+        planned: Sequence[PlannedText],
+        head: Head,
+        shape: Shape,
+        *,
+        wants_usage: bool = False,
+    ) -> None:
+        self._text = text
+        self._planned = planned
+        self._head = head
+        self._shape = shape
+        self._usage = Usage(planned)
+        self._wants_usage = wants_usage
+
+    async def whole(self, request: Request) -> Response:
+        """One object with all choices."""
+        try:
+            deltas = await until_disconnect(request.receive, self._collect())
+        except ClientDisconnected:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        body = self._head.json(self._shape.whole_object)
+        body["choices"] = [self._shape.whole_choice(delta) for delta in deltas]
+        body["usage"] = self._usage.json()
+        return JSONResponse(body, headers=_worker_headers(deltas[0]))
+
+    def stream(self) -> Response:
+        """Server-sent events; the response runs the call."""
+        return _EventStream(self)
+
+    async def events(self) -> AsyncGenerator[tuple[TextDelta, Json], None]:
+        """Every delta with each of the events that it makes."""
+        async with aclosing(self._text.run(self._planned)) as deltas:
+            async for delta in deltas:
+                self._usage.add(delta)
+                for choice in self._shape.chunk_choices(delta):
+                    yield delta, self._chunk([choice])
+
+    def usage_event(self) -> Json | None:
+        """The event after the last choice's end, if it was asked for."""
+        return self._chunk([], self._usage.json()) if self._wants_usage else None
+
+    def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+        event = self._head.json(self._shape.chunk_object)
+        event["choices"] = choices
+        if self._wants_usage:
+            event["usage"] = usage
+        return event
+
+    async def _collect(self) -> list[TextDelta]:
+        by_index: dict[int, list[TextDelta]] = {}
+        async with aclosing(self._text.run(self._planned)) as deltas:
+            async for delta in deltas:
+                self._usage.add(delta)
+                by_index.setdefault(delta.index, []).append(delta)
+        return [joined(by_index[index]) for index in sorted(by_index)]
+
+
+def joined(deltas: Sequence[TextDelta]) -> TextDelta:
+    """All deltas of one choice as one."""
+    last = deltas[-1]
+    return replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+    )
+
+
+def _worker_headers(delta: TextDelta) -> dict[str, str]:
+    headers = {}
+    if delta.prefill_worker is not None:
+        headers["x-tandem-prefill-worker"] = delta.prefill_worker
+    if delta.decode_worker is not None:
+        headers["x-tandem-decode-worker"] = delta.decode_worker
+    return headers
+
+
+class _EventStream(Response):
+    """Runs a call while its client reads.
+
+    An error before the first event is raised, so that it is answered like any other; after it, it is an event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        # A response without a body announces a length of 0; a stream has none.
+        del self.headers["content-length"]
+        self._call = call
+        self._is_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._send_all(send))
+        except ClientDisconnected:
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        try:
+            async with aclosing(self._call.events()) as events:
+                async for delta, event in events:
+                    await self._start(send, delta)
+                    await self._send(send, event)
+            if (usage := self._call.usage_event()) is not None:
+                await self._send(send, usage)
+        except Exception as exc:
+            if not self._is_started:
+                raise
+            await self._send(send, error_object_of(exc))
+            await self._end(send)
+            if not isinstance(exc, GenerationError):
+                raise  # the server writes the traceback to its log
+            return
+        await self._end(send)
+
+    async def _start(self, send: Send, delta: TextDelta) -> None:
+        if self._is_started:
+            return
+        self._is_started = True
+        self.headers.update(_worker_headers(delta))
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _send(self, send: Send, event: Json) -> None:
+        data = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        body = f"data: {data}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _end(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

@@ -1,0 +1,67 @@
+"""What the HTTP endpoints stand on: one object for the life of a gateway."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.errors import InvalidRequest, ModelNotFound
+from cluster.generator import Generator
+from cluster.openai.reply import Head
+from cluster.openai.request_fields import DEFAULT_MAX_BODY_BYTES
+from cluster.scrape import ClusterScrape
+from cluster.text.chat_template import ChatTemplate
+from cluster.text_generator import TextGenerator
+from cluster.worker_info import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiServer:
+    """The served model, and how to generate with it."""
+
+    text: TextGenerator
+    scrape: ClusterScrape
+    version: str
+    created: int  # when the model was first served, seconds since 1970
+    chat_template: ChatTemplate | None = None
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    wall_clock: Callable[[], float] = time.time
+
+    @property
+    def generator(self) -> Generator:
+        return self.text.generator
+
+    @property
+    def model_name(self) -> str:
+        return self.text.model.served_model_name
+
+    def check_model(self, name: str) -> None:
+        """Raises `ModelNotFound` for any but the served one."""
+        if name != self.model_name:
+            raise ModelNotFound(f"the model {name!r} does not exist; served is {self.model_name!r}", param="model")
+
+    def can_serve(self) -> bool:
+        """Whether a decode worker is ready."""
+        return any(
+            worker.ready and worker.info is not None and worker.info.role is Role.DECODE
+            for worker in self.generator.workers()
+        )
+
+    def template(self) -> ChatTemplate:
+        """The model's chat template.
+
+        Raises:
+            InvalidRequest: it has none.
+        """
+        if self.chat_template is None:
+            raise InvalidRequest(f"the model {self.model_name!r} has no chat template: use /v1/completions")
+        return self.chat_template
+
+    def head(self, prefix: str) -> Head:
+        """The head of a new call's objects."""
+        return Head(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(self.wall_clock()),
+            model=self.model_name,
+            system_fingerprint=f"fp_{self.text.model.fingerprint.hex()[:12]}",
+        )
