@@ -42,9 +42,10 @@ def _make_executor(config: WorkerConfig) -> tuple[Executor, str, str]:
 
         return HashExecutor(block_size=config.engine.block_size), "int64", ""
     from engine.model.locate import resolve_model
+
+    path = resolve_model(config.model)  # before torch is loaded for nothing
     from engine.torch_executor import TorchExecutor
 
-    path = resolve_model(config.model)
     executor = TorchExecutor(
         path,
         dtype=config.dtype,

@@ -9,14 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
 from engine.engine import Engine
 from engine.outputs import StepResult
 from engine.stats import EngineStats
-
-T = TypeVar("T")
 
 
 class EngineThread:
@@ -56,21 +52,6 @@ class EngineThread:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
-
-    def call(self, function: Callable[[Engine], T]) -> "asyncio.Future[T]":
-        """Has `function` run between two steps; its result, or what it raised, comes through the future."""
-        outcome: Future[T] = Future()
-
-        def command(engine: Engine) -> None:
-            if not outcome.set_running_or_notify_cancel():
-                return
-            try:
-                outcome.set_result(function(engine))
-            except Exception as exc:
-                outcome.set_exception(exc)
-
-        self.post(command)
-        return asyncio.wrap_future(outcome)
 
     async def stop(self) -> None:
         """Runs what was posted before, then ends the thread; idempotent."""

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from worker.build import build_engine
+from worker.config import WorkerConfig
+
+ENGINE = {"num_blocks": 64, "max_model_len": 512}
+
+
+def test_a_yaml_file_is_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "worker.yaml"
+    path.write_text("worker_id: d7\nthreads: 2\nengine: {num_blocks: 64, max_model_len: 512}\n")
+    config = WorkerConfig.from_yaml(path)
+    assert config == WorkerConfig(engine=EngineConfig(num_blocks=64, max_model_len=512), worker_id="d7", threads=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"threads": 0}, "threads must be at least 1, not 0"),
+        ({"port": 70000}, r"port must be in \[0, 65535\], not 70000"),
+        ({"dtype": "int4"}, "dtype must be one of auto, float32, bfloat16, not 'int4'"),
+        ({"executor": "magic"}, "executor must be one of torch, hash, not 'magic'"),
+        ({"lease_s": 0}, "lease_s must be above 0 seconds, not 0"),
+        ({"worker_id": ""}, "worker_id must not be empty"),
+        ({"max_repairs": -1}, "max_repairs must not be negative, not -1"),
+        ({"threds": 1}, "unknown key threds"),
+        ({"engine": {**ENGINE, "num_block": 1}}, "unknown key engine.num_block"),
+        ({"engine": {**ENGINE, "block_size": 0}}, "block_size must be at least 1, not 0"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_named(values: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        WorkerConfig.from_dict({"engine": ENGINE, **values})
+
+
+@pytest.mark.parametrize("text", ["- a list", "{", ""])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "worker.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"worker\.yaml"):
+        WorkerConfig.from_yaml(path)
+
+
+def test_a_pool_too_small_for_one_context_does_not_start() -> None:
+    config = WorkerConfig(engine=EngineConfig(num_blocks=10, max_model_len=512), executor="hash")
+    with pytest.raises(ValueError, match="num_blocks must be at least 33, or max_model_len at most 144"):
+        build_engine(config)
+
+
+def test_a_model_that_is_not_there_is_named() -> None:
+    config = WorkerConfig(engine=EngineConfig(num_blocks=64, max_model_len=512), model="no/such/model")
+    with pytest.raises(FileNotFoundError, match="no/such/model"):
+        build_engine(config)
