@@ -1,9 +1,10 @@
 """The gateway's end of a session with a worker: one bidirectional stream, the lease of all requests on it.
 
-A session is opened once; while it is open, requests are submitted to it, each getting a `RequestStream`, and the
-worker's messages are handed to the streams as they arrive. However it ends (the worker closes it, dies, breaks the
-protocol, or the gateway lets go), every request still on it fails with `WorkerLost`, and the worker aborts them on its
-side by itself. A session that has ended stays so: another connection is another session.
+A session is open from the worker's first message, its load, on: no request is sent before it is known whether the
+worker takes any. While it is open, requests are submitted to it, each getting a `RequestStream`, and the worker's
+messages are handed to the streams as they arrive. However it ends (the worker closes it, dies, breaks the protocol,
+or the gateway lets go), every request still on it fails with `WorkerLost`, and the worker aborts them on its side by
+itself. A session that has ended stays so: another connection is another session.
 """
 
 import asyncio
@@ -67,10 +68,10 @@ class Session:
         writer = asyncio.create_task(self._write(call))
         reason = "the gateway let go of it"
         try:
-            await call.wait_for_connection()
-            self.is_open = True
-            self._listener.session_opened(self)
             async for response in call:
+                if not self.is_open:
+                    self.is_open = True
+                    self._listener.session_opened(self)
                 self._receive(response)
             reason = "it ended the session"
         except grpc.aio.AioRpcError as exc:

@@ -120,7 +120,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.num_cached_tokens = 0
         self.address = ""
         self.sessions: list[FakeSession] = []
-        self.session_opened = asyncio.Event()
         self.received: list[FakeRequest] = []
         # KV events: what a subscriber is sent first, and what follows.
         self.held: list[bytes] = []
@@ -195,8 +194,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         session = FakeSession(self)
         self.sessions.append(session)
-        self.session_opened.set()
         reader = asyncio.create_task(self._read(session, requests))
+        session.send(pb.SessionResponse(load=pb.Load()))
         try:
             while isinstance(response := await session.outgoing.get(), pb.SessionResponse):
                 yield response

@@ -78,7 +78,7 @@ async def connected(max_buffered: int = 100) -> AsyncIterator[Connected]:
     async with open_channel(worker.address, ChannelConfig()) as channel:
         running = asyncio.create_task(session.run(worker_pb2_grpc.WorkerStub(channel)))
         await listener.opened.wait()
-        await worker.session_opened.wait()
+        assert await listener.loads.get() == WorkerLoad()
         try:
             yield Connected(worker, session, listener, running)
         finally:
