@@ -2,10 +2,10 @@
 
 A step, in this order, under one budget of tokens:
 
-1. *Decodes.* Every running request with one token to compute gets its slot. If the pool has no block for it, the newest
-   running request is preempted: its blocks go back, it waits again at the front, and computes again later what is not
-   cached by then. The oldest request is thus never disturbed, and always gets on.
-2. *Prefill chunks* of running requests, oldest first. Their blocks were taken at admission, so nothing can fail here.
+1. *Decodes.* Every running request gets slots for its tokens, oldest first; those with one token to compute are part
+   of the step. If the pool has no block for it, the newest running request is preempted: its blocks go back, it waits
+   again at the front, and computes again later what is not cached by then. The oldest is thus never disturbed.
+2. *Prefill chunks* of running requests, oldest first, with what is left of the budget.
 3. *Admission*, strictly in the order of the queue: nobody is overtaken for being large. A request is admitted when the
    pool holds its tokens, and what it and all who run or receive are expected to generate; alone, when it holds its
    tokens, so that there is always progress. Requests that receive their KV get their blocks reserved and then wait for
@@ -114,11 +114,13 @@ class Scheduler:
             ValueError: no such request receives, or the numbers contradict its tokens.
         """
         request = self._receiving(request_id)
+        if request.prefill_only and first_token is not None:
+            raise ValueError(f"{request_id} is to be prefilled here: its next token cannot come from a peer")
         if not 0 <= num_tokens <= request.num_tokens:
             raise ValueError(f"{num_tokens} tokens received of {request.num_tokens} that {request_id} has")
         if num_tokens < request.num_tokens or first_token is None:
             # What was committed before counts. The rest is computed here: the peer was lost, perhaps after it had
-            # sampled. The last token always is if there is no next one yet, for its logits.
+            # sampled. The prompt's last token always is if there is no next one yet, for its logits.
             num_committed = self.manager.num_registered_blocks(request_id) * self.config.block_size
             num_tokens = min(max(num_tokens, num_committed), request.num_tokens - 1)
         block_size = self.config.block_size
@@ -179,13 +181,13 @@ class Scheduler:
         index = 0
         while index < len(self.running):  # preemption shortens the list at its end
             request = self.running[index]
+            while not self.manager.allocate_slots(request.request_id, request.num_tokens):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.append(victim.request_id)
+                if victim is request:
+                    return scheduled
             if request.num_uncomputed_tokens == 1:
-                while not self.manager.allocate_slots(request.request_id, request.num_tokens):
-                    victim = self.running[-1]
-                    self._preempt(victim)
-                    preempted.append(victim.request_id)
-                    if victim is request:
-                        return scheduled
                 self._schedule_tokens(request, 1, scheduled)
             index += 1
         return scheduled

@@ -1,0 +1,143 @@
+"""What peers hold of a pool: blocks of prefill_only requests as they fill, and cached prefixes."""
+
+import pytest
+
+from engine.kvcache.block_hash import hash_blocks, root_hash
+from engine.kvcache.events import BlocksStored, CacheCleared
+from engine.sampling_params import FinishReason
+from tests.engine.harness import BLOCK_SIZE, Driver, check_idle, make_engine, make_request, prompt_of
+
+
+def hashes_of(engine, tokens, salt=""):
+    return hash_blocks(root_hash(engine.executor.layout.fingerprint, salt), tokens, BLOCK_SIZE)
+
+
+def reports(driver):
+    return [filled for result in driver.results for filled in result.filled]
+
+
+def test_blocks_are_reported_full_as_chunks_end_and_in_part_with_the_first_token():
+    driver = Driver(make_engine(max_num_batched_tokens=8, max_num_seqs=1))
+    driver.add(make_request("a", prompt_of(22), prefill_only=True))
+    driver.run()
+    assert [(f.group, f.first, len(f.block_ids), f.num_tokens) for f in reports(driver)] == [
+        (0, 0, 2, 8),
+        (0, 2, 2, 16),
+        (0, 4, 2, 22),
+    ]
+    assert len(driver.tokens("a")) == 1
+    assert driver.finish_reason("a") is FinishReason.LENGTH
+    assert driver.engine.stats().num_pins == 6
+    for filled in reports(driver):
+        driver.engine.unpin(filled.block_ids)
+    check_idle(driver.engine)
+
+
+def test_chunk_that_fills_no_block_is_not_reported():
+    driver = Driver(make_engine(max_num_batched_tokens=3, max_num_seqs=1))
+    driver.add(make_request("a", prompt_of(7), prefill_only=True))
+    driver.run()
+    assert [(f.first, len(f.block_ids), f.num_tokens) for f in reports(driver)] == [(0, 1, 4), (1, 1, 7)]
+
+
+def test_cached_blocks_are_reported_too_when_the_prompt_begins_with_them():
+    driver = Driver(make_engine())
+    driver.add(make_request("a", prompt_of(9)))
+    driver.run()
+    driver.add(make_request("b", prompt_of(11), prefill_only=True))
+    driver.run()
+    assert [(f.first, len(f.block_ids), f.num_tokens) for f in reports(driver)] == [(0, 3, 11)]
+    assert driver.outputs["b"][0].num_cached_tokens == 8
+
+
+def test_first_token_is_that_of_a_whole_run_when_request_is_prefilled_only():
+    driver = Driver(make_engine())
+    driver.add(make_request("whole", prompt_of(9)), make_request("apart", prompt_of(9), prefill_only=True))
+    driver.run()
+    assert driver.tokens("apart") == driver.tokens("whole")[:1]
+
+
+def test_request_ends_with_stop_when_its_first_token_is_one():
+    driver = Driver(make_engine())
+    driver.add(make_request("a", prompt_of(9)))
+    (first, *_) = driver.run().tokens("a")
+    driver.add(make_request("b", prompt_of(9), prefill_only=True, stop_token_ids=(first,)))
+    assert driver.run().finish_reason("b") is FinishReason.STOP
+
+
+def test_pins_outlive_an_abort_and_are_given_back_by_unpin():
+    driver = Driver(make_engine(max_num_batched_tokens=8, max_num_seqs=1))
+    driver.add(make_request("a", prompt_of(22), prefill_only=True))
+    (filled,) = driver.step().filled
+    assert driver.engine.abort("a")
+    driver.engine.check_integrity()
+    assert driver.engine.stats().num_active_blocks == 2
+    driver.engine.unpin(filled.block_ids)
+    check_idle(driver.engine)
+
+
+def test_pinned_blocks_keep_their_content_when_the_pool_is_flooded():
+    driver = Driver(make_engine(num_blocks=12))
+    driver.add(make_request("a", prompt_of(10), prefill_only=True))
+    (filled,) = driver.run().results[0].filled
+    memory = driver.engine.executor._pool
+    before = memory[list(filled.block_ids)].copy()
+    driver.add(*(make_request(f"r{i}", prompt_of(20, i + 1), max_tokens=9) for i in range(5)))
+    driver.run()
+    assert (memory[list(filled.block_ids)] == before).all()
+    driver.engine.unpin(filled.block_ids)
+    check_idle(driver.engine)
+
+
+def test_blocks_are_reported_once_when_a_prefill_only_request_is_preempted():
+    driver = Driver(make_engine(num_blocks=11, max_num_batched_tokens=3, max_num_seqs=2, expected_growth_tokens=0))
+    driver.add(make_request("decode", prompt_of(4, 1), max_tokens=14))
+    driver.step()
+    driver.add(make_request("prefill", prompt_of(26), prefill_only=True))
+    driver.run()
+    assert driver.preempted == ["prefill"]
+    assert [f.first for f in reports(driver)] == sorted({f.first for f in reports(driver)})
+    assert sum(len(f.block_ids) for f in reports(driver)) == 7
+    for filled in reports(driver):
+        driver.engine.unpin(filled.block_ids)
+    check_idle(driver.engine)
+
+
+def test_longest_cached_run_is_pinned_when_asked_by_hashes():
+    driver = Driver(make_engine())
+    driver.add(make_request("a", prompt_of(13)))
+    driver.run()
+    engine = driver.engine
+    assert engine.pin_cached(hashes_of(engine, prompt_of(13), "other tenant")) == []
+    pinned = engine.pin_cached([*hashes_of(engine, prompt_of(12)), *hashes_of(engine, prompt_of(4, 1))])
+    assert len(pinned) == 3
+    again = engine.pin_cached(hashes_of(engine, prompt_of(8)))
+    assert again == pinned[:2]
+    engine.check_integrity()
+    for block_id in pinned:  # head first, as confirmations come
+        engine.unpin([block_id])
+    engine.unpin(again)
+    check_idle(engine)
+
+
+def test_unpin_is_refused_when_nothing_is_pinned():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="pinned 0 times"):
+        engine.unpin([1])
+
+
+def test_clearing_tells_what_stays_when_some_is_pinned():
+    driver = Driver(make_engine())
+    driver.add(make_request("a", prompt_of(9)), make_request("b", prompt_of(9, 1)))
+    driver.run()
+    engine = driver.engine
+    kept = hashes_of(engine, prompt_of(9))
+    pinned = engine.pin_cached(kept)
+    engine.clear_cache()
+    assert engine.has_work  # events to be told
+    assert driver.step().kv_events == (CacheCleared(), BlocksStored(tuple(kept)))
+    assert engine.cached_hashes() == kept
+    assert not engine.has_work
+    engine.unpin(pinned)
+    check_idle(engine)
+    assert engine.stats().num_cached_blocks == 2
