@@ -11,7 +11,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 if TYPE_CHECKING:
-    from oracle import Oracle
+    from tests.oracle import Oracle
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,6 @@ def oracle() -> "Oracle":
     import torch
 
     torch.set_num_threads(1)
-    from oracle import Oracle
+    from tests.oracle import Oracle
 
     return Oracle()

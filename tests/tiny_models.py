@@ -27,7 +27,7 @@ from engine.memory import PrivateMemory
 from engine.model.config import ModelConfig
 from engine.model.weights import load_llama
 
-VOCAB_SIZE = 131
+VOCAB_SIZE = 97
 CONTEXT = 128
 
 

@@ -25,8 +25,8 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.float32)
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return (wide * scale).to(x.dtype) * self._weight
+        scale = (wide * wide).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self._weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class Llama:
         for layer, layer_kv in zip(self.layers, layer_kvs, strict=True):
             hidden += self._attend(layer, layer.input_norm(hidden), cos_sin, metadata, attention, layer_kv)
             gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, dim=-1)
-            hidden += layer.down(F.silu(gate) * up)
+            hidden += layer.down(F.silu(gate).mul_(up))
         if len(logit_rows) == 0:
             return torch.empty(0, self.config.vocab_size)
         return self.lm_head(self.norm(hidden[logit_rows])).to(torch.float32)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import MODELS, make_model
 
 from engine.model.config import (
     LinearScaling,
@@ -14,6 +13,7 @@ from engine.model.config import (
     YarnScaling,
 )
 from engine.model.errors import ModelLoadError
+from tests.tiny_models import MODELS, make_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,7 +61,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path, name: str) -> None:
     model = make_model(name)
     model.config.save_pretrained(tmp_path)
     config = ModelConfig.load(tmp_path)
-    assert (config.vocab_size, config.num_layers, config.eos_token_ids) == (131, 3, (5,))
+    assert (config.vocab_size, config.num_layers, config.eos_token_ids) == (97, 3, (5,))
     assert config.tie_word_embeddings == model.config.tie_word_embeddings
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_models import save_model
 
 from engine.model import fingerprint as module
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.fingerprint import fingerprint, weights_identity
+from tests.tiny_models import save_model
 
 
 @pytest.fixture(scope="module")

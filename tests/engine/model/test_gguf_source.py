@@ -9,13 +9,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from tiny_gguf import PACKED_AS_F32, packed_as, write_gguf
-from tiny_models import MODELS, PagedRunner, logits_of, make_model, random_tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelLoadError
 from engine.model.weights import load_llama
+from tests.tiny_gguf import PACKED_AS_F32, packed_as, write_gguf
+from tests.tiny_models import MODELS, VOCAB_SIZE, PagedRunner, logits_of, make_model, random_tokens
 
 TABLE = list(range(1, 11))
 
@@ -31,7 +31,7 @@ def packable_model(hidden_size: int = 64) -> LlamaForCausalLM:
     torch.manual_seed(1)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=131,
+            vocab_size=VOCAB_SIZE,
             hidden_size=hidden_size,
             intermediate_size=2 * hidden_size,
             num_hidden_layers=2,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import MODELS, PagedRunner, logits_of, make_model, random_tokens, save_model
+
+from tests.tiny_models import MODELS, PagedRunner, logits_of, make_model, random_tokens, save_model
 
 TOLERANCE = 1e-4
 # 37 tokens over blocks of 4, anywhere in the pool.
