@@ -37,8 +37,8 @@ class FleetError(Exception):
 class Membership(Protocol):
     """Who is told which workers there are: the gateway's."""
 
-    def add_worker(self, address: str) -> None: ...
-    def remove_worker(self, address: str) -> None: ...
+    def add_worker(self, address: str) -> object: ...
+    async def remove_worker(self, address: str, /) -> None: ...
 
 
 class Worker(Protocol):
@@ -114,6 +114,10 @@ class WorkerActor:
             logger.error("the worker has ended by itself")
             os._exit(1)
 
+    async def process_id(self) -> int:
+        """Of the process that this start runs in."""
+        return os.getpid()
+
     async def stop(self) -> None:
         """Ends the worker; its process stays."""
         self._is_stopping = True
@@ -162,7 +166,6 @@ class Fleet:
         start_timeout_s: float = 600.0,
         gpus_per_worker: int = 0,
         log_level: str = "warning",
-        worker_actor: type[WorkerActor] = WorkerActor,
     ) -> None:
         self._workers = workers
         self._membership = membership
@@ -170,7 +173,6 @@ class Fleet:
         self._start_timeout_s = start_timeout_s
         self._gpus_per_worker = gpus_per_worker
         self._log_level = log_level
-        self._worker_actor = worker_actor
         self._members: list[_Member] = []
         self._groups: list[RayPlacementGroup] = []
         self._watchers: list[asyncio.Task[None]] = []
@@ -179,6 +181,11 @@ class Fleet:
     def num_restarts(self) -> int:
         """How often a worker was lost and started again."""
         return sum(member.num_restarts for member in self._members)
+
+    async def process_ids(self) -> dict[str, int]:
+        """By worker id; of workers that are being started again, when they are."""
+        ids = await asyncio.gather(*(_result(member.actor.process_id.remote()) for member in self._members))
+        return {member.planned.worker_id: pid for member, pid in zip(self._members, ids, strict=True)}
 
     async def start(self) -> None:
         """Returns when every worker serves; they start side by side.
@@ -204,8 +211,10 @@ class Fleet:
             _, late = await asyncio.wait(stops, timeout=timeout_s)
             for stop in late:
                 stop.cancel()
-            # Whoever has failed to stop, or died of it, is killed like the rest.
-            await asyncio.gather(*stops, return_exceptions=True)
+            for end in await asyncio.gather(*stops, return_exceptions=True):
+                # Whoever is late, or dead already, is killed with the rest; what a worker complains of is to be heard.
+                if isinstance(end, RayTaskError):
+                    logger.error("a worker did not end well: %s", _first_line(end.cause))
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
         self._members.clear()
@@ -231,7 +240,7 @@ class Fleet:
             ]
 
     def _new_actor(self, bundle: Bundle, group: RayPlacementGroup, index: int) -> Any:
-        options = ray.remote(self._worker_actor).options(
+        options = ray.remote(WorkerActor).options(
             num_cpus=bundle.num_cpus,
             num_gpus=bundle.num_gpus,
             # A call is never repeated: a restart means another pool, and whoever called must know.
@@ -266,7 +275,7 @@ class Fleet:
             else:
                 return  # stopped
             if member.address is not None:
-                self._membership.remove_worker(member.address)
+                await self._membership.remove_worker(member.address)
                 member.address = None
             logger.warning("%s has died and is started again", worker_id)
             while member.address is None:
