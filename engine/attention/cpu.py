@@ -1,0 +1,237 @@
+"""Attention on a CPU, straight out of the pool.
+
+A request that brings one query (a decode step, or the last token of a prompt) is attended by a numba kernel that walks
+its block table: nothing is copied. One that brings a chunk has its keys gathered into one contiguous run, once a layer,
+which the many queries of the chunk pay for, and goes to torch's attention. Which way a request goes depends on it
+alone, never on its batch mates, and so does every bit of its result.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from engine.attention import cpu_kernels
+from engine.attention.backend import AttentionMetadata
+from engine.attention.cpu_kernels import LayerGeometry
+
+# numba's threads serve one launch at a time, and end the process if two come at once.
+_launching = threading.Lock()
+
+_NO_WINDOW = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class _StepPlan:
+    """What all layers of a step share, beyond its metadata."""
+
+    metadata: AttentionMetadata
+    decodes: npt.NDArray[np.int64]  # [num_decodes] requests with one query
+    decode_rows: slice | torch.Tensor  # their rows of the batch
+    decode_tables: npt.NDArray[np.int32]
+    decode_contexts: npt.NDArray[np.int32]
+    decode_order: npt.NDArray[np.int64]  # in which threads take them
+    prefills: list[int]
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by (request, window)
+
+
+class CpuBackend:
+    """The backend `cpu`. One thread calls it; with `num_threads` above 1 numba's own threads help."""
+
+    def __init__(self, *, num_threads: int = 1) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, not {num_threads}")
+        self._num_threads = min(num_threads, cpu_kernels.MAX_THREADS)
+        self._plan: _StepPlan | None = None
+        self._gathered = torch.empty(0)  # scratch, reused: fresh memory would cost page faults in every layer
+
+    def write_kv(
+        self, pool_layer_kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
+    ) -> None:
+        geometry = _geometry(pool_layer_kv)
+        num_slots = len(pool_layer_kv) * geometry.block_size
+        # Nothing below checks bounds, and a pool is shared memory. Read as unsigned, a negative slot is a large one.
+        largest = int(slot_mapping.view(np.uint64).max(initial=0))
+        assert largest < num_slots, f"slot {largest} in a pool of {num_slots}"
+        dtype = pool_layer_kv.dtype
+        cpu_kernels.write_kv(
+            _flat(pool_layer_kv), _as_numpy(k.to(dtype)), _as_numpy(v.to(dtype)), slot_mapping, geometry
+        )
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        pool_layer_kv: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        plan = self._plan
+        if plan is None or plan.metadata is not metadata:
+            plan = self._plan = _plan_step(metadata, self._num_threads)
+            largest, num_blocks = int(metadata.block_tables.view(np.uint32).max(initial=0)), len(pool_layer_kv)
+            assert largest < num_blocks, f"block {largest} in a pool of {num_blocks}"
+        geometry, kv = _geometry(pool_layer_kv), _flat(pool_layer_kv)
+        if len(plan.decodes) == metadata.num_requests:
+            return self._decode(q, kv, plan, geometry, scale, window).to(q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        if len(plan.decodes) > 0:
+            out[plan.decode_rows] = self._decode(q[plan.decode_rows], kv, plan, geometry, scale, window)
+        for r in plan.prefills:
+            rows = slice(int(metadata.query_start[r]), int(metadata.query_start[r + 1]))
+            out[rows] = self._prefill(q[rows], pool_layer_kv.dtype, kv, plan, r, geometry, scale, window)
+        return out
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        kv: npt.NDArray[np.generic],
+        plan: _StepPlan,
+        geometry: LayerGeometry,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        num_requests, num_heads, head_dim = q.shape
+        shape = (num_requests, geometry.num_kv_heads, num_heads // geometry.num_kv_heads, head_dim)
+        out = torch.empty(q.shape, dtype=torch.float32)
+        arguments = (
+            q.to(torch.float32).contiguous().view(shape).numpy(),
+            kv,
+            plan.decode_tables,
+            plan.decode_contexts,
+            _NO_WINDOW if window is None else window,
+            np.float32(scale),
+            geometry,
+            out.view(shape).numpy(),
+        )
+        if self._num_threads == 1:
+            cpu_kernels.decode_attention(*arguments)
+            return out
+        # With many requests a task is a request, whose block is then read in one run; with few, one of its KV heads.
+        heads_per_task = geometry.num_kv_heads if num_requests >= 4 * self._num_threads else 1
+        with _launching:
+            numba.set_num_threads(self._num_threads)
+            cpu_kernels.decode_attention_parallel(*arguments, plan.decode_order, heads_per_task)
+        return out
+
+    def _prefill(
+        self,
+        q: torch.Tensor,
+        dtype: torch.dtype,
+        kv: npt.NDArray[np.generic],
+        plan: _StepPlan,
+        r: int,
+        geometry: LayerGeometry,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        num_queries, context_len = len(q), int(plan.metadata.context_lens[r])
+        if window is not None and window >= context_len:
+            window = None
+        first_key = 0 if window is None else max(0, context_len - num_queries - window + 1)
+        num_keys = context_len - first_key
+
+        shape = (2, geometry.num_kv_heads, num_keys, geometry.head_dim)
+        size = 2 * geometry.num_kv_heads * num_keys * geometry.head_dim
+        if self._gathered.dtype != dtype or len(self._gathered) < size:
+            self._gathered = torch.empty(size, dtype=dtype)
+        gathered = self._gathered[:size].view(shape)
+        cpu_kernels.gather_kv(kv, plan.metadata.block_tables[r], first_key, geometry, _as_numpy(gathered))
+
+        mask = None
+        if window is not None or num_queries != num_keys:
+            mask = plan.masks.get((r, window))
+            if mask is None:
+                mask = plan.masks[r, window] = _visible(num_queries, num_keys, window)
+        # Contiguous: the last bit of a product may depend on its operands' alignment, which batch mates shift.
+        attended = F.scaled_dot_product_attention(
+            q.to(dtype).transpose(0, 1).contiguous()[None],
+            gathered[0][None],
+            gathered[1][None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
+        )
+        return attended[0].transpose(0, 1)
+
+    def warm_up(
+        self,
+        *,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int | None = None,
+    ) -> None:
+        # Types, not sizes, decide what is compiled: one decode and one chunk of two, in blocks 1 and 2.
+        pool = torch.zeros((3, 2, num_kv_heads, max(block_size, 2), head_dim), dtype=dtype)
+        slots = np.array([1, 2, 3], np.int64) * pool.shape[3]
+        slots[2] = slots[1] + 1
+        metadata = AttentionMetadata(
+            num_decodes=1,
+            query_start=np.array([0, 1, 3], np.int32),
+            context_lens=np.array([1, 2], np.int32),
+            block_tables=np.array([[1], [2]], np.int32),
+            slot_mapping=slots,
+            positions=np.array([0, 0, 1], np.int64),
+        )
+        k = torch.zeros((3, num_kv_heads, head_dim), dtype=dtype)
+        self.write_kv(pool, k, k, metadata.slot_mapping)
+        self.attend(torch.zeros((3, num_heads, head_dim), dtype=dtype), pool, metadata, scale=1.0, window=window)
+
+
+def _plan_step(metadata: AttentionMetadata, num_threads: int) -> _StepPlan:
+    query_lens = np.diff(metadata.query_start)
+    decodes = np.flatnonzero(query_lens == 1)
+    decode_rows: slice | torch.Tensor
+    if len(decodes) == metadata.num_decodes:  # the usual case: they are all at the front
+        decode_rows = slice(0, len(decodes))
+        tables, contexts = metadata.block_tables[: len(decodes)], metadata.context_lens[: len(decodes)]
+    else:
+        decode_rows = torch.from_numpy(metadata.query_start[decodes].astype(np.int64))
+        tables, contexts = metadata.block_tables[decodes], metadata.context_lens[decodes]
+    # Threads take equal runs of the order: deal them long and short contexts alike.
+    by_length = np.argsort(-contexts, kind="stable")
+    return _StepPlan(
+        metadata=metadata,
+        decodes=decodes,
+        decode_rows=decode_rows,
+        decode_tables=np.ascontiguousarray(tables),
+        decode_contexts=np.ascontiguousarray(contexts),
+        decode_order=np.concatenate([by_length[t::num_threads] for t in range(num_threads)]),
+        prefills=np.flatnonzero(query_lens > 1).tolist(),
+    )
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None) -> torch.Tensor:
+    """[num_queries, num_keys] bool: the last query is at the last key's position."""
+    visible = torch.ones((num_queries, num_keys), dtype=torch.bool).tril(num_keys - num_queries)
+    return visible if window is None else visible.triu(num_keys - num_queries - window + 1)
+
+
+def _geometry(pool_layer_kv: torch.Tensor) -> LayerGeometry:
+    _, _, num_kv_heads, block_size, head_dim = pool_layer_kv.shape
+    block_stride, side_stride, head_stride, token_stride, element_stride = pool_layer_kv.stride()
+    assert (token_stride, element_stride) == (head_dim, 1), (
+        f"a head's rows must be contiguous, not {token_stride} apart"
+    )
+    return LayerGeometry(block_size, num_kv_heads, head_dim, block_stride, side_stride, head_stride)
+
+
+def _flat(pool_layer_kv: torch.Tensor) -> npt.NDArray[np.generic]:
+    """The layer as one flat array, from its first element to its last; other layers lie in between."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(pool_layer_kv.shape, pool_layer_kv.stride(), strict=True))
+    return _as_numpy(pool_layer_kv.as_strided((span,), (1,)))
+
+
+def _as_numpy(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
+    """The tensor's memory as an array; bfloat16, which numpy lacks, as uint16."""
+    array: npt.NDArray[np.generic] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array

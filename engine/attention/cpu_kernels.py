@@ -1,0 +1,374 @@
+"""The machine code of attention on a CPU: numba kernels that walk block tables.
+
+A kernel sees one layer of the pool as a flat array of elements and finds a key by arithmetic alone:
+
+    block_id · block_stride + side · side_stride + head · head_stride + slot · head_dim        (side: 0 keys, 1 values)
+
+bfloat16 is read as uint16: its sixteen bits are the upper half of a float32. All sums are float32.
+
+Decode attention runs in three passes over one request's context: scores (every key row is read once for all query heads
+that share it), softmax, weighted sum of the value rows. A pool is far larger than the caches and a request's blocks lie
+anywhere in it, so reading memory is what it costs: while one block is computed, the next one named by the table is
+prefetched. Into the second level, not the first: a core has many more outstanding misses there, which alone doubled the
+throughput measured.
+
+Everything here compiles on first use and is kept on disk beside the source, so that only the first start of all pays.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Array = npt.NDArray[Any]
+
+# Threads of its own that sleep between launches: no OpenMP runtime to share with torch, nothing to install. It allows
+# one launch at a time; the caller sees to that.
+numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
+MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
+# Sums may be reordered (or nothing vectorizes), but a NaN stays one: a broken model must not look like a sound one.
+_SAFE_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
+
+
+class LayerGeometry(NamedTuple):
+    """Where things are in one layer's view of the pool; strides in elements."""
+
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    block_stride: int
+    side_stride: int  # from a block's keys to its values
+    head_stride: int
+
+
+def _kernel(function: Callable[P, R]) -> Callable[P, R]:
+    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH)(function)
+    return cast("Callable[P, R]", compiled)
+
+
+def _parallel_kernel(function: Callable[P, R]) -> Callable[P, R]:
+    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH, parallel=True)(
+        function
+    )
+    return cast("Callable[P, R]", compiled)
+
+
+def _as_float_code(typing_context: Any, element: Any) -> Any:
+    """A pool element as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        number = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], number), number(16)), ir.FloatType())
+
+    return types.float32(element), generate
+
+
+def _prefetch_code(typing_context: Any, array: Any, index: Any, line: Any) -> Any:
+    """Asks for the `line`-th cache line from that of `array[index]` on; a hint, which no address can make fault."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        start = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        address = builder.gep(start, [builder.mul(args[2], args[2].type(64))])
+        number = ir.IntType(32)
+        prototype = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], prototype)
+        # For reading; into the second level; data.
+        builder.call(function, [address, number(0), number(2), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), generate
+
+
+_as_float: Any = intrinsic(_as_float_code)
+_prefetch: Any = intrinsic(_prefetch_code)
+
+
+@numba.njit(cache=True, nogil=True, fastmath=True)
+def _maximum(x: Array) -> Any:
+    # A vector maximum exists only where NaN is ruled out. Should there be one, the exponentials below still see it.
+    largest = x[0]
+    for i in range(1, len(x)):
+        largest = max(largest, x[i])
+    return largest
+
+
+@_kernel
+def _exp(x: Any) -> Any:
+    """e^x for x <= 0 within 2e-7 (relative), in plain arithmetic, so that a loop of it vectorizes."""
+    if x < np.float32(-87.0):  # written so that NaN passes
+        x = np.float32(-87.0)
+    exponent = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    # ln 2 in two parts, the first exact in few bits: the remainder loses nothing.
+    r = x - exponent * np.float32(0.693359375)
+    r = r + exponent * np.float32(2.12194440e-4)
+    p = np.float32(1.0 / 5040.0)
+    p = p * r + np.float32(1.0 / 720.0)
+    p = p * r + np.float32(1.0 / 120.0)
+    p = p * r + np.float32(1.0 / 24.0)
+    p = p * r + np.float32(1.0 / 6.0)
+    p = p * r + np.float32(0.5)
+    p = p * r * r + r + np.float32(1.0)
+    return p * np.uint32(np.uint32(np.int32(exponent) + np.int32(127)) << np.uint32(23)).view(np.float32)
+
+
+@_kernel
+def _prefetch_rows(kv: Array, start: int, num_elements: int) -> None:
+    for line in range(num_elements * kv.itemsize // 64):
+        _prefetch(kv, start, line)
+
+
+@_kernel
+def _score_rows(
+    q: Array, kv: Array, start: int, following: int, num_rows: int, first_head: int, scores: Array, column: int
+) -> None:
+    """scores[h, column + t] = q[h] · row t, for the query heads of one KV head and rows of one block.
+
+    Args:
+        q: [heads of one KV head, head_dim] float32.
+        start, following: of the first row, and of the one to be fetched meanwhile.
+        scores: [all query heads of the task, context] float32; those of this KV head begin at `first_head`.
+    """
+    group_size, head_dim = q.shape
+    t = 0
+    # Four rows at once: one load of q serves four products, and four sums run side by side.
+    while t + 4 <= num_rows:
+        _prefetch_rows(kv, following + t * head_dim, 4 * head_dim)
+        row = start + t * head_dim
+        row0 = kv[row : row + head_dim]
+        row1 = kv[row + head_dim : row + 2 * head_dim]
+        row2 = kv[row + 2 * head_dim : row + 3 * head_dim]
+        row3 = kv[row + 3 * head_dim : row + 4 * head_dim]
+        for h in range(group_size):
+            sum0 = sum1 = sum2 = sum3 = np.float32(0.0)
+            query = q[h]
+            for d in range(head_dim):
+                x = query[d]
+                sum0 += x * _as_float(row0[d])
+                sum1 += x * _as_float(row1[d])
+                sum2 += x * _as_float(row2[d])
+                sum3 += x * _as_float(row3[d])
+            scores[first_head + h, column + t] = sum0
+            scores[first_head + h, column + t + 1] = sum1
+            scores[first_head + h, column + t + 2] = sum2
+            scores[first_head + h, column + t + 3] = sum3
+        t += 4
+    while t < num_rows:
+        _prefetch_rows(kv, following + t * head_dim, head_dim)
+        row0 = kv[start + t * head_dim : start + (t + 1) * head_dim]
+        for h in range(group_size):
+            sum0 = np.float32(0.0)
+            query = q[h]
+            for d in range(head_dim):
+                sum0 += query[d] * _as_float(row0[d])
+            scores[first_head + h, column + t] = sum0
+        t += 1
+
+
+@_kernel
+def _add_weighted_rows(
+    weights: Array, column: int, kv: Array, start: int, following: int, num_rows: int, first_head: int, acc: Array
+) -> None:
+    """acc[h] += Σ weights[first_head + h, column + t] · row t; the counterpart of `_score_rows` for values.
+
+    Args:
+        acc: [heads of one KV head, head_dim] float32.
+    """
+    group_size, head_dim = acc.shape
+    t = 0
+    while t + 4 <= num_rows:
+        _prefetch_rows(kv, following + t * head_dim, 4 * head_dim)
+        row = start + t * head_dim
+        row0 = kv[row : row + head_dim]
+        row1 = kv[row + head_dim : row + 2 * head_dim]
+        row2 = kv[row + 2 * head_dim : row + 3 * head_dim]
+        row3 = kv[row + 3 * head_dim : row + 4 * head_dim]
+        for h in range(group_size):
+            w0 = weights[first_head + h, column + t]
+            w1 = weights[first_head + h, column + t + 1]
+            w2 = weights[first_head + h, column + t + 2]
+            w3 = weights[first_head + h, column + t + 3]
+            sums = acc[h]
+            for d in range(head_dim):
+                # One chain of multiply-adds; neighbouring d run side by side.
+                partial = sums[d] + w0 * _as_float(row0[d])
+                partial += w1 * _as_float(row1[d])
+                partial += w2 * _as_float(row2[d])
+                sums[d] = partial + w3 * _as_float(row3[d])
+        t += 4
+    while t < num_rows:
+        _prefetch_rows(kv, following + t * head_dim, head_dim)
+        row0 = kv[start + t * head_dim : start + (t + 1) * head_dim]
+        for h in range(group_size):
+            w0 = weights[first_head + h, column + t]
+            sums = acc[h]
+            for d in range(head_dim):
+                sums[d] += w0 * _as_float(row0[d])
+        t += 1
+
+
+@_kernel
+def _softmax_rows(scores: Array) -> None:
+    for h in range(scores.shape[0]):
+        row = scores[h]
+        largest = _maximum(row)
+        total = np.float32(0.0)
+        for i in range(len(row)):
+            row[i] = _exp(row[i] - largest)
+            total += row[i]
+        inverse = np.float32(1.0) / total
+        for i in range(len(row)):
+            row[i] *= inverse
+
+
+@_kernel
+def _attend_heads(
+    q: Array, kv: Array, table: Array, context_len: int, window: int, first_kv_head: int, scale: Any,
+    geometry: LayerGeometry, out: Array,
+) -> None:  # fmt: skip
+    """One request's last query over its context, for as many KV heads as q and out have.
+
+    Args:
+        q, out: [kv heads of the task, group_size, head_dim] float32.
+        table: [max_blocks] int32.
+        window: keys that the query sees at most.
+        scale: float32.
+    """
+    num_kv_heads, group_size, head_dim = q.shape
+    block_size = geometry.block_size
+    first = max(0, context_len - window)
+    scaled = np.empty((num_kv_heads, group_size, head_dim), np.float32)
+    for k in range(num_kv_heads):
+        for h in range(group_size):
+            for d in range(head_dim):
+                scaled[k, h, d] = q[k, h, d] * scale
+                out[k, h, d] = np.float32(0.0)
+    scores = np.empty((num_kv_heads * group_size, context_len - first), np.float32)
+
+    keys = first_kv_head * geometry.head_stride
+    values = keys + geometry.side_stride
+    position = first
+    while position < context_len:
+        slot = position % block_size
+        num_rows = min(block_size - slot, context_len - position)
+        start = int(table[position // block_size]) * geometry.block_stride + keys + slot * head_dim
+        if position + num_rows < context_len:
+            following = int(table[position // block_size + 1]) * geometry.block_stride + keys
+        else:
+            following = int(table[first // block_size]) * geometry.block_stride + values
+        for k in range(num_kv_heads):
+            offset = k * geometry.head_stride
+            _score_rows(
+                scaled[k], kv, start + offset, following + offset, num_rows, k * group_size, scores, position - first
+            )
+        position += num_rows
+
+    _softmax_rows(scores)
+
+    position = first
+    while position < context_len:
+        slot = position % block_size
+        num_rows = min(block_size - slot, context_len - position)
+        start = int(table[position // block_size]) * geometry.block_stride + values + slot * head_dim
+        following = start
+        if position + num_rows < context_len:
+            following = int(table[position // block_size + 1]) * geometry.block_stride + values
+        for k in range(num_kv_heads):
+            offset = k * geometry.head_stride
+            _add_weighted_rows(
+                scores, position - first, kv, start + offset, following + offset, num_rows, k * group_size, out[k]
+            )
+        position += num_rows
+
+
+@_kernel
+def decode_attention(
+    q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
+    out: Array,
+) -> None:  # fmt: skip
+    """Attention of one query a request, its last position, one request after the other.
+
+    Args:
+        q, out: [num_requests, num_kv_heads, group_size, head_dim] float32, contiguous.
+        kv: the layer, flat; float32, or uint16 meaning bfloat16.
+        tables: [num_requests, max_blocks] int32; only entries that hold visible keys are read.
+        context_lens: [num_requests] int32, each at least 1.
+        window: keys that a query sees at most.
+        scale: float32.
+    """
+    for r in range(len(context_lens)):
+        _attend_heads(q[r], kv, tables[r], int(context_lens[r]), window, 0, scale, geometry, out[r])
+
+
+@_parallel_kernel
+def decode_attention_parallel(
+    q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
+    out: Array, order: Array, kv_heads_per_task: int,
+) -> None:  # fmt: skip
+    """As `decode_attention`, cut into tasks for threads: the same code for every head, so the same bits.
+
+    Args:
+        order: [num_requests] int64: threads take runs of this order.
+        kv_heads_per_task: divides num_kv_heads. All of them read a block in one run; fewer make more tasks.
+    """
+    tasks_per_request = geometry.num_kv_heads // kv_heads_per_task
+    for task in numba.prange(len(order) * tasks_per_request):
+        r = order[task // tasks_per_request]
+        k = (task % tasks_per_request) * kv_heads_per_task
+        _attend_heads(
+            q[r, k : k + kv_heads_per_task], kv, tables[r], int(context_lens[r]), window, k, scale, geometry,
+            out[r, k : k + kv_heads_per_task],
+        )  # fmt: skip
+
+
+@_kernel
+def write_kv(kv: Array, k: Array, v: Array, slot_mapping: Array, geometry: LayerGeometry) -> None:
+    """Puts the keys and values of tokens into their slots.
+
+    Args:
+        kv: the layer, flat.
+        k, v: [num_tokens, num_kv_heads, head_dim], any strides, kv's dtype.
+        slot_mapping: [num_tokens] int64.
+    """
+    for i in range(len(slot_mapping)):
+        block_id, slot = divmod(slot_mapping[i], geometry.block_size)
+        for h in range(geometry.num_kv_heads):
+            key = block_id * geometry.block_stride + h * geometry.head_stride + slot * geometry.head_dim
+            value = key + geometry.side_stride
+            for d in range(geometry.head_dim):
+                kv[key + d] = k[i, h, d]
+                kv[value + d] = v[i, h, d]
+
+
+@_kernel
+def gather_kv(kv: Array, table: Array, first: int, geometry: LayerGeometry, out: Array) -> None:
+    """Copies a request's keys and values, from position `first` on, out of their blocks.
+
+    Args:
+        kv: the layer, flat.
+        table: [max_blocks] int32.
+        out: [2, num_kv_heads, num_keys, head_dim], contiguous, kv's dtype.
+    """
+    num_keys, head_dim = out.shape[2], geometry.head_dim
+    done = 0
+    while done < num_keys:
+        slot = (first + done) % geometry.block_size
+        num_rows = min(geometry.block_size - slot, num_keys - done)
+        block = int(table[(first + done) // geometry.block_size]) * geometry.block_stride
+        for side in range(2):
+            for h in range(geometry.num_kv_heads):
+                start = block + side * geometry.side_stride + h * geometry.head_stride + slot * head_dim
+                rows = out[side, h, done : done + num_rows].reshape(num_rows * head_dim)
+                for i in range(num_rows * head_dim):
+                    rows[i] = kv[start + i]
+        done += num_rows
