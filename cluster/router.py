@@ -36,7 +36,7 @@ class RouterConfig:
     pull_s_per_byte: float = 2.5e-10
     handoff_s: float = 0.01  # opening one, whatever it moves
     request_s: float = 0.05  # what a request in flight costs one that joins it
-    recent_request_s: float = 0.02  # what one that ended just now still counts
+    recent_request_s: float = 0.005  # what one that ended just now still counts
     recent_half_life_s: float = 10.0
     full_pool_s: float = 5.0  # what waiting for blocks of a full pool is reckoned
     overload_factor: float = 1.5  # passed over: more requests in flight than factor · median + slack

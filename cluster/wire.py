@@ -6,10 +6,10 @@ from cluster.generator import SequenceRequest, StageTimes
 from cluster.router import Plan
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad
-from engine.executor import SampledToken
 from engine.kvcache.block_hash import BlockHash
 from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
-from engine.sampling_params import FinishReason, SamplingParams
+from engine.sampling_params import FinishReason
+from kvtransfer.sampling_wire import sampled_token_from_wire, sampling_params_to_wire
 from tandem.v1 import sampling_pb2 as sampling_pb
 from tandem.v1 import worker_pb2 as pb
 
@@ -92,7 +92,7 @@ def submit(
     message = pb.Submit(
         request_id=wire_id,
         prompt_token_ids=request.prompt_token_ids,
-        sampling_params=sampling_params(request.params),
+        sampling_params=sampling_params_to_wire(request.params),
         plan=pb.Plan(num_cached_blocks=plan.num_cached_blocks),
         resume_token_ids=resume_token_ids,
         cache_salt=request.cache_salt,
@@ -119,26 +119,6 @@ def abort(wire_ids: Iterable[str]) -> pb.SessionRequest:
     return pb.SessionRequest(abort=pb.Abort(request_ids=wire_ids))
 
 
-def sampling_params(params: SamplingParams) -> sampling_pb.SamplingParams:
-    """Every field is set, so that nothing is left to a worker's defaults; stop strings stay at the gateway."""
-    return sampling_pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=params.repetition_penalty,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        n=1,
-        logprobs=params.logprobs,
-        seed=params.seed,
-        logit_bias=params.logit_bias,
-    )
-
-
 # --- worker → gateway
 
 
@@ -146,15 +126,11 @@ def output(message: pb.RequestOutput) -> Output:
     """One request's part of a step."""
     if message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise WireError(f"{len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
-    if message.logprobs:
-        tokens = tuple(
-            SampledToken(
-                token_id, logprobs.logprob, tuple(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True))
-            )
-            for token_id, logprobs in zip(message.token_ids, message.logprobs, strict=True)
-        )
-    else:
-        tokens = tuple(SampledToken(token_id) for token_id in message.token_ids)
+    logprobs = message.logprobs or [None] * len(message.token_ids)
+    try:
+        tokens = tuple(map(sampled_token_from_wire, message.token_ids, logprobs))
+    except ValueError as exc:
+        raise WireError(f"top logprobs of {message.request_id}: {exc}") from exc
     stages = message.stages
     return Output(
         tokens=tokens,

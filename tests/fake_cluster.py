@@ -13,7 +13,7 @@ from cluster.router import RouterConfig
 from cluster.worker_info import Role
 from cluster.worker_link import LinkConfig, WorkerLink
 from engine.sampling_params import SamplingParams
-from fake_worker import FakeWorker
+from fake_worker import FakeRequest, FakeWorker
 from manual_clock import ManualClock
 
 _serial = count()
@@ -32,9 +32,11 @@ class FakeCluster:
         self.membership = Membership(router, link, clock=self.clock)
         self.generator = RoutedGenerator(self.membership, limits, max_concurrent=max_concurrent)
         self.workers: dict[str, FakeWorker] = {}
+        self._arrivals: asyncio.Queue[FakeRequest] = asyncio.Queue()
 
     async def start(self, worker: FakeWorker, address: str = "127.0.0.1:0") -> FakeWorker:
         """Starts a worker, in the place of an older one of that name."""
+        worker.arrivals = self._arrivals
         await worker.start(address)
         self.workers[worker.worker_id] = worker
         return worker
@@ -45,6 +47,10 @@ class FakeCluster:
         link = self.membership.add_worker(worker.address)
         await self.membership.wait_link(link)
         return link
+
+    async def next_request(self) -> FakeRequest:
+        """The next request, at whichever worker it comes to."""
+        return await self._arrivals.get()
 
     async def collect(self, sequence: SequenceRequest) -> list[SequenceChunk]:
         return [chunk async for chunk in self.generator.generate(sequence)]

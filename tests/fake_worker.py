@@ -15,6 +15,7 @@ from itertools import count
 import grpc
 
 from cluster.worker_info import Role
+from kvtransfer.channels import SERVER_OPTIONS
 from tandem.v1 import sampling_pb2 as sampling_pb
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
@@ -128,6 +129,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.subscribers: list[asyncio.Queue[pb.KvEvent | None]] = []
         self.subscribed: asyncio.Queue[int] = asyncio.Queue()
         self._requests: asyncio.Queue[FakeRequest] = asyncio.Queue()
+        self.arrivals: asyncio.Queue[FakeRequest] | None = None  # shared with other workers, for who does not care
         self._server: grpc.aio.Server | None = None
         fields: dict[str, object] = {
             "worker_id": worker_id,
@@ -148,7 +150,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.description = pb.DescribeResponse(**(fields | described))
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
         assert port, f"{address} is taken"
@@ -216,6 +218,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     session.requests[submit.request_id] = request
                     self.received.append(request)
                     self._requests.put_nowait(request)
+                    if self.arrivals is not None:
+                        self.arrivals.put_nowait(request)
                     if self.automatic:
                         request.send_all()
                 case "assign":
