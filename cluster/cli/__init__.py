@@ -7,6 +7,7 @@ import typer
 
 from cluster.cli.bench import bench
 from cluster.cli.chat import chat
+from cluster.cli.serve import serve
 from cluster.cli.status import status
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.command()(status)

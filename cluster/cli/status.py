@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -110,10 +111,11 @@ async def _fetch(base_url: str) -> tuple[bool, str]:
 
 
 def _print(console: Console, base_url: str, ready: bool, rows: Iterable[WorkerRow]) -> None:
-    table = Table(title=f"{base_url} · {'ready' if ready else 'not ready'}")
-    table.add_column("worker")
-    for name in ("running", "waiting", "transferring", "free", "cached", "active", "in use", "hit rate", "preempted"):
-        table.add_column(name, justify="right")
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(title=f"{base_url} · {'ready' if ready else 'not ready'}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("worker", no_wrap=True)
+    for name in ("running", "waiting", "moving", "free", "cached", "active", "in use", "hits", "preempted"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         counts = (row.running, row.waiting, row.transferring, row.free_blocks, row.cached_blocks, row.active_blocks)
         hit_rate = "–" if row.hit_rate is None else f"{row.hit_rate:.0%}"

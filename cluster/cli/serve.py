@@ -1,0 +1,162 @@
+"""`tandem serve`: a whole cluster, from one command to Ctrl-C.
+
+Its flags are the fields of `ClusterConfig`, made from them: a flag's text is checked where a file's value is, and both
+fail in the same words.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster.cli.errors import MISUSED, CommandError, fails_in_a_sentence
+from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.worker_plan import WorkerPlan, plan_workers
+
+if TYPE_CHECKING:
+    from cluster.cli.serving import Serving
+
+_TYPE_NAMES = {"integer": "<int>", "number": "<float>", "string": "<str>"}
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, whose `**flags` the command line sees as one option a field."""
+    config_file = inspect.signature(command).parameters["config_file"]
+    flags = [_flag(name, schema) for name, schema in ClusterConfig.model_json_schema()["properties"].items()]
+    # What Typer looks at, in place of what the function is written with.
+    command.__signature__ = inspect.Signature([config_file, *flags])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (config_file, *flags)}
+    return command
+
+
+def _flag(name: str, schema: dict[str, Any]) -> inspect.Parameter:
+    kind = schema["anyOf"][0] if "anyOf" in schema else schema  # an optional one: its type, or null
+    # A default that depends on something is described already.
+    default = "" if "(default: " in schema["description"] else f" (default: {schema['default']})"
+    option = typer.Option(
+        f"--{name.replace('_', '-')}",
+        help=schema["description"] + default,
+        metavar="|".join(kind["enum"]) if "enum" in kind else _TYPE_NAMES[kind["type"]],
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+    )
+
+
+@fails_in_a_sentence
+@_with_flags
+def serve(
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="YAML; its keys are the flags below, which win.")
+    ] = None,
+    **flags: str | None,
+) -> None:
+    """Serve a model: start the workers and the gateway, and say how to talk to them."""
+    try:
+        config = load_config(config_file, flags)
+        plan = plan_workers(config)
+    except ConfigError as exc:
+        raise CommandError(*exc.problems, exit_code=MISUSED) from exc
+    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    # gRPC's own lines on every connection that ends; before it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    asyncio.run(_serve(config, plan))
+
+
+async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
+    # Here, not above: the other commands need not wait for it.
+    from cluster.cli.serving import Serving
+
+    told_to_stop, at_once = asyncio.Event(), asyncio.Event()
+    notes = Console(stderr=True, highlight=False)
+
+    def on_signal() -> None:
+        if told_to_stop.is_set():
+            at_once.set()
+        else:
+            notes.print("Ending: requests in flight may finish. Ctrl-C once more ends at once.")
+        told_to_stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    serving = Serving(config, plan)
+    try:
+        with notes.status(f"Starting {_count(plan)} of {config.model_name}"):
+            started = await _start_unless(told_to_stop, serving)
+        if started:
+            _announce(Console(highlight=False), config, plan, serving)
+            await told_to_stop.wait()
+    finally:
+        await serving.stop(at_once)
+
+
+async def _start_unless(told_to_stop: asyncio.Event, serving: "Serving") -> bool:
+    """Whether it has started; if not, it was told to stop first."""
+    from cluster.actors import FleetError
+    from cluster.cli.api_client import ServerError
+
+    starting, stopping = asyncio.create_task(serving.start()), asyncio.create_task(told_to_stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return False
+    try:
+        starting.result()
+    except OSError as exc:
+        raise CommandError(exc.strerror or str(exc)) from exc
+    except (FleetError, ServerError, ValueError) as exc:
+        raise CommandError(str(exc)) from exc
+    return True
+
+
+def _announce(console: Console, config: ClusterConfig, plan: WorkerPlan, serving: "Serving") -> None:
+    engine, model = plan.engine, serving.membership.model
+    base_url = serving.base_url
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_row("model", f"{model.served_model_name}, {model.dtype}, up to {engine.max_model_len:,} tokens")
+    threads = plan.workers[0].num_cpus
+    table.add_row("workers", f"{_count(plan)}, {threads} thread{'s' if threads > 1 else ''} each")
+    table.add_row(
+        "KV blocks", f"{engine.num_blocks:,} of {engine.block_size} tokens a worker ({plan.pool_bytes / 2**30:.2f} GiB)"
+    )
+    table.add_row("HTTP", f"{base_url}/v1 · {base_url}/metrics")
+    table.add_row("gRPC", f"{config.host}:{serving.gateway.grpc_port} (tandem.v1.Generation)")
+    console.print("\n[bold green]Tandem is ready.[/]")
+    console.print(table)
+    # Plainly, and on one line: it is there to be copied.
+    console.print(f"\nAsk it:\n{curl_line(base_url, model.served_model_name)}", markup=False, soft_wrap=True)
+    console.print(f"or: tandem chat --base-url {base_url}\n", markup=False, soft_wrap=True)
+
+
+def curl_line(base_url: str, model: str) -> str:
+    """A first request, for a shell."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 64,
+    }
+    return (
+        f"curl {shlex.quote(f'{base_url}/v1/chat/completions')} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def _count(plan: WorkerPlan) -> str:
+    counts: dict[str, int] = {}
+    for worker in plan.workers:
+        counts[worker.role.value] = counts.get(worker.role.value, 0) + 1
+    return " and ".join(f"{count} {role} worker{'s' if count > 1 else ''}" for role, count in counts.items())

@@ -1,0 +1,127 @@
+"""A whole cluster in one process's hands: Ray, the workers, the gateway; from nothing to ready and back to nothing.
+
+Starting: the gateway binds its ports, so that one in use is known at once; Ray starts; the workers start side by side,
+each a member as soon as it serves; ready is when all are, and a request has gone the whole way. Ending goes the other
+way round: the gateway takes no more requests and lets those in flight end, the workers stop, Ray goes.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from cluster.channel import ChannelConfig
+from cluster.cli.api_client import ApiClient
+from cluster.config import ClusterConfig
+from cluster.gateway import Gateway
+from cluster.membership import Membership
+from cluster.router import RouterConfig
+from cluster.worker_link import LinkConfig
+from cluster.worker_plan import WorkerPlan
+
+if TYPE_CHECKING:
+    from cluster.actors import Fleet
+
+# Of the first request, beside what may be prefilled on the decode worker: enough to go the long way.
+_FIRST_TOKENS = 8
+
+
+class Serving:
+    """One cluster, from `start` to `stop`."""
+
+    def __init__(self, config: ClusterConfig, plan: WorkerPlan) -> None:
+        self._config = config
+        self._plan = plan
+        self.membership = Membership(
+            RouterConfig(max_local_prefill_tokens=config.max_local_prefill_tokens),
+            LinkConfig(channel=ChannelConfig(config.keepalive_s, keepalive_timeout_s=2 * config.keepalive_s)),
+        )
+        self.gateway = Gateway(config, self.membership)
+        self._ray: asyncio.Future[None] | None = None
+        self._fleet: Fleet | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Of the HTTP API, as this machine reaches it."""
+        # Where it listens on all addresses, this machine's own is one of them.
+        url = httpx.URL(self.gateway.base_url)
+        return str(url.copy_with(host={"0.0.0.0": "127.0.0.1", "::": "::1"}.get(url.host, url.host))).rstrip("/")
+
+    async def start(self) -> None:
+        """Returns when requests can be served: one has been.
+
+        Raises:
+            FleetError: Ray or a worker did not start.
+            OSError: a port cannot be had.
+            ValueError: the model has no tokenizer that can be read, or workers do not fit each other.
+            ServerError: the first request failed.
+        """
+        tasks = [asyncio.create_task(self.gateway.start()), asyncio.create_task(self._start_workers())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            # One has failed, or we are told to leave off: the other must not go on behind.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._first_request()
+
+    async def stop(self, at_once: asyncio.Event) -> None:
+        """Ends everything, whatever `start` has got to; once `at_once` is set, without waiting."""
+        await _unless(at_once, self.gateway.stop())
+        await _unless(at_once, self.membership.close())
+        if self._ray is None:
+            return
+        # Ray starts in a thread, which cannot be told to leave off.
+        await asyncio.wait((self._ray,))
+        from cluster import actors
+
+        if self._fleet is not None:
+            await self._fleet.stop(0.0 if at_once.is_set() else self._config.shutdown_timeout_s)
+        await asyncio.to_thread(actors.disconnect)
+
+    async def _start_workers(self) -> None:
+        config = self._config
+        self._ray = asyncio.ensure_future(asyncio.to_thread(self._connect_ray))
+        await asyncio.shield(self._ray)
+        from cluster.actors import Fleet
+
+        self._fleet = Fleet(
+            self._plan.workers,
+            self.membership,
+            on_node_address=config.joins_cluster,
+            start_timeout_s=config.start_timeout_s,
+            log_level=config.log_level,
+        )
+        await self._fleet.start()
+        await self.membership.wait_ready(prefill_workers=config.prefill_workers, decode_workers=config.decode_workers)
+
+    def _connect_ray(self) -> None:
+        # Imported in this thread as well: it takes half a second.
+        from cluster import actors
+
+        actors.connect(self._config.ray_address, self._plan.num_cpus)
+
+    async def _first_request(self) -> None:
+        """Through the front door and all the way: what is announced as ready has been seen to work."""
+        num_tokens = min(self._config.max_local_prefill_tokens + _FIRST_TOKENS, self._plan.engine.max_model_len // 2)
+        payload = {"model": self._config.model_name, "prompt": " a" * num_tokens, "max_tokens": 1, "temperature": 0}
+        async with (
+            ApiClient(self.base_url, timeout_s=self._config.request_timeout_s) as client,
+            client.stream("/v1/completions", payload) as stream,
+        ):
+            async for _ in stream.chunks:
+                pass
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work, but leaves off when the event is set."""
+    task, called_off = asyncio.create_task(work), asyncio.create_task(event.wait())
+    await asyncio.wait((task, called_off), return_when=asyncio.FIRST_COMPLETED)
+    called_off.cancel()
+    if task.done():
+        task.result()
+    else:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
