@@ -233,26 +233,23 @@ def _softmax_rows(scores: Array) -> None:
 
 @_kernel
 def _attend_heads(
-    q: Array, kv: Array, table: Array, context_len: int, window: int, first_kv_head: int, scale: Any,
-    geometry: LayerGeometry, out: Array,
+    q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
+    out: Array, r: int, first_kv_head: int, num_kv_heads: int,
 ) -> None:  # fmt: skip
-    """One request's last query over its context, for as many KV heads as q and out have.
+    """One request's query over its context, for a run of KV heads; otherwise as `decode_attention`.
 
-    Args:
-        q, out: [kv heads of the task, group_size, head_dim] float32.
-        table: [max_blocks] int32.
-        window: keys that the query sees at most.
-        scale: float32.
+    Both callers pass the same types, so that this is the same machine code for both, and rounds alike.
     """
-    num_kv_heads, group_size, head_dim = q.shape
+    group_size, head_dim = q.shape[2], q.shape[3]
     block_size = geometry.block_size
+    table, context_len = tables[r], int(context_lens[r])
     first = max(0, context_len - window)
     scaled = np.empty((num_kv_heads, group_size, head_dim), np.float32)
     for k in range(num_kv_heads):
         for h in range(group_size):
             for d in range(head_dim):
-                scaled[k, h, d] = q[k, h, d] * scale
-                out[k, h, d] = np.float32(0.0)
+                scaled[k, h, d] = q[r, first_kv_head + k, h, d] * scale
+                out[r, first_kv_head + k, h, d] = np.float32(0.0)
     scores = np.empty((num_kv_heads * group_size, context_len - first), np.float32)
 
     keys = first_kv_head * geometry.head_stride
@@ -286,8 +283,9 @@ def _attend_heads(
         for k in range(num_kv_heads):
             offset = k * geometry.head_stride
             _add_weighted_rows(
-                scores, position - first, kv, start + offset, following + offset, num_rows, k * group_size, out[k]
-            )
+                scores, position - first, kv, start + offset, following + offset, num_rows, k * group_size,
+                out[r, first_kv_head + k],
+            )  # fmt: skip
         position += num_rows
 
 
@@ -306,8 +304,9 @@ def decode_attention(
         window: keys that a query sees at most.
         scale: float32.
     """
+    num_kv_heads = geometry.num_kv_heads
     for r in range(len(context_lens)):
-        _attend_heads(q[r], kv, tables[r], int(context_lens[r]), window, 0, scale, geometry, out[r])
+        _attend_heads(q, kv, tables, context_lens, window, scale, geometry, out, r, 0, num_kv_heads)
 
 
 @_parallel_kernel
@@ -325,10 +324,7 @@ def decode_attention_parallel(
     for task in numba.prange(len(order) * tasks_per_request):
         r = order[task // tasks_per_request]
         k = (task % tasks_per_request) * kv_heads_per_task
-        _attend_heads(
-            q[r, k : k + kv_heads_per_task], kv, tables[r], int(context_lens[r]), window, k, scale, geometry,
-            out[r, k : k + kv_heads_per_task],
-        )  # fmt: skip
+        _attend_heads(q, kv, tables, context_lens, window, scale, geometry, out, r, k, kv_heads_per_task)
 
 
 @_kernel
