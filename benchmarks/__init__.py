@@ -1,0 +1,1 @@
+"""Measurements, each one command. Ratios measured in one run travel; absolute figures are one machine's."""

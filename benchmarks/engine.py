@@ -1,0 +1,141 @@
+"""One engine on the embedded model, without any wire: what a worker can do at most.
+
+    python -m benchmarks.engine [--dtype float32] [--threads 1] [--repeat 3] [--json FILE]
+
+Decode: tokens a second over all sequences of a batch, prompt 128 and output 128 tokens. Prefill: prompt tokens a
+second. TTFT: from the request to its first token, of a prompt of 1,024 tokens; a hit finds all but its last block
+cached. Medians of `--repeat` runs, after one that warms up.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.memory import PrivateMemory
+from engine.model.locate import EMBEDDED_MODEL, resolve_model
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.torch_executor import TorchExecutor
+
+Measure = Callable[["Bench"], float]
+
+
+class Bench:
+    """An engine with the model loaded; every measurement begins with an empty cache unless it says otherwise."""
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        executor = TorchExecutor(
+            resolve_model(EMBEDDED_MODEL), dtype=dtype, block_size=16, num_threads=threads  # type: ignore[arg-type]
+        )  # fmt: skip
+        config = EngineConfig(num_blocks=1024, max_model_len=4096, max_num_batched_tokens=512)
+        self._engine = Engine(config, executor, PrivateMemory(config.num_blocks * executor.layout.bytes_per_block))
+        self._num_requests = 0
+
+    def add(self, num_prompt_tokens: int, max_tokens: int, seed: int) -> None:
+        """A request with a prompt of its own for each seed."""
+        prompt = [1000 + (seed * 7919 + i * i * 31 + i) % 40_000 for i in range(num_prompt_tokens)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self._num_requests += 1
+        self._engine.add_request(Request(str(self._num_requests), prompt, params, arrival_time=time.monotonic()))
+
+    def step(self) -> int:
+        """The number of tokens that it gave."""
+        return len(self._engine.step(time.monotonic()).outputs)
+
+    def finish(self) -> int:
+        """All requests to their ends; the number of tokens they still gave."""
+        tokens = 0
+        while self._engine.has_work:
+            tokens += self.step()
+        return tokens
+
+    def clear(self) -> None:
+        self._engine.clear_cache()
+
+
+def decode(batch: int) -> Measure:
+    def measure(bench: Bench) -> float:
+        bench.clear()
+        for seed in range(batch):
+            bench.add(128, 128, seed)
+        given = 0
+        while given < batch:  # until every prompt is computed
+            given += bench.step()
+        start = time.perf_counter()
+        tokens = bench.finish()
+        return tokens / (time.perf_counter() - start)
+
+    return measure
+
+
+def prefill(batch: int, length: int) -> Measure:
+    def measure(bench: Bench) -> float:
+        bench.clear()
+        start = time.perf_counter()
+        for seed in range(batch):
+            bench.add(length, 1, seed)
+        bench.finish()
+        return batch * length / (time.perf_counter() - start)
+
+    return measure
+
+
+def ttft(*, hit: bool) -> Measure:
+    def measure(bench: Bench) -> float:
+        bench.clear()
+        if hit:
+            bench.add(1024, 1, seed=1)
+            bench.finish()
+        start = time.perf_counter()
+        bench.add(1024, 1, seed=1)
+        bench.finish()
+        return 1000 * (time.perf_counter() - start)
+
+    return measure
+
+
+MEASURES: dict[str, tuple[str, Measure]] = {
+    "decode, batch 1": ("tok/s", decode(1)),
+    "decode, batch 8": ("tok/s", decode(8)),
+    "decode, batch 32": ("tok/s", decode(32)),
+    "prefill, 1 × 1,024": ("tok/s", prefill(1, 1024)),
+    "prefill, 8 × 512": ("tok/s", prefill(8, 512)),
+    "TTFT, 1,024 tokens, miss": ("ms", ttft(hit=False)),
+    "TTFT, 1,024 tokens, hit": ("ms", ttft(hit=True)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    bench = Bench(arguments.dtype, arguments.threads)
+    table = Table("", "median", "least", "most", "unit", title=f"{arguments.dtype}, {arguments.threads} thread(s)")
+    results: dict[str, dict[str, object]] = {}
+    for name, (unit, measure) in MEASURES.items():
+        measure(bench)
+        values = [measure(bench) for _ in range(arguments.repeat)]
+        results[name] = {"unit": unit, "median": statistics.median(values), "values": values}
+        table.add_row(name, *(f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))), unit)
+    Console().print(table)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(
+            json.dumps({"dtype": arguments.dtype, "threads": arguments.threads, **results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
