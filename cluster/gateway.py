@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grpc
 import uvicorn
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
-from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.config import ClusterConfig
@@ -61,7 +60,7 @@ class Gateway:
         self._http: _HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: grpc.aio.Server | None = None
-        self._health: HealthServicer | None = None
+        self._health: Any = None  # the package has no types
 
     @property
     def base_url(self) -> str:
@@ -120,9 +119,9 @@ class Gateway:
             )
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-        self._health = HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         address = f"{_in_url(self._config.host)}:{self._config.grpc_listen_port}"
         try:
             self.grpc_port = server.add_insecure_port(address)

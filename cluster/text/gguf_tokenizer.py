@@ -61,7 +61,10 @@ def _byte_level(metadata: Mapping[str, Any]) -> Encoder:
         )
     vocabulary = {token: token_id for token_id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [_merge(line) for line in metadata["tokenizer.ggml.merges"]]
-    encoder = Encoder(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    try:
+        encoder = Encoder(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    except Exception as exc:  # the library raises nothing narrower
+        raise ValueError(f"tokenizer.ggml.merges does not fit the vocabulary: {exc}") from exc
     if normalizer is not None:
         encoder.normalizer = normalizer
     encoder.pre_tokenizer = pre_tokenizer

@@ -43,13 +43,15 @@ class Tokenizer:
             tokens[token_id] = token
         self._tokens = tokens
         decoder = repr(encoder.decoder)
-        self._is_sentencepiece = "\N{LOWER ONE EIGHTH BLOCK}" in decoder
-        if not self._is_sentencepiece and "ByteLevel" not in decoder:
+        is_sentencepiece = "\N{LOWER ONE EIGHTH BLOCK}" in decoder
+        if not is_sentencepiece and "ByteLevel" not in decoder:
             raise ValueError(
                 f"the tokenizer of {name or 'this model'} decodes by {decoder}; byte-level and SentencePiece "
                 "vocabularies are supported"
             )
-        spell = sentencepiece_bytes if self._is_sentencepiece else byte_level_bytes
+        # Most SentencePiece models put a space before every text; it belongs to the spelling, not to the text.
+        self._strips_space = "Strip(" in decoder or ("Metaspace" in decoder and "never" not in decoder)
+        spell = sentencepiece_bytes if is_sentencepiece else byte_level_bytes
         self._bytes = token_bytes_table(tokens, spell)
         self.special_token_ids = frozenset(
             token_id for token_id, token in encoder.get_added_tokens_decoder().items() if token.special
@@ -91,10 +93,11 @@ class Tokenizer:
             ValueError: `text` holds a lone surrogate, which no encoding of Unicode can express.
         """
         try:
-            # The batch call is the one that gives up the interpreter lock.
-            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            text.encode("utf-8")
         except UnicodeEncodeError as exc:
-            raise ValueError(f"text holds a lone surrogate: {exc}") from exc
+            raise ValueError(f"there is a lone surrogate at character {exc.start}") from exc
+        # The batch call is the one that gives up the interpreter lock.
+        (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -103,8 +106,7 @@ class Tokenizer:
         skip = self.special_token_ids if skip_special_tokens else frozenset()
         data = b"".join(self.token_bytes(token_id) for token_id in token_ids if token_id not in skip)
         text = data.decode("utf-8", "replace")
-        # SentencePiece puts a space before every text; it belongs to the spelling, not to the text.
-        return text.removeprefix(" ") if self._is_sentencepiece else text
+        return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for; nothing, for an id beyond the vocabulary (models pad their embeddings)."""
