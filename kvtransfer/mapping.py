@@ -64,6 +64,7 @@ class PeerPool:
 
     def __init__(self, handle: PoolHandle, mapping: PoolMapping) -> None:
         self.handle = handle
+        self.closed = asyncio.Event()  # unmapped
         self._num_users = 0
         self._is_retired = False  # no new user: unmapped with the last one
         self._mapping = mapping
@@ -97,6 +98,7 @@ class PeerPool:
     def _close_if_unused(self) -> None:
         if self._is_retired and self._num_users == 0:
             self._mapping.close()
+            self.closed.set()
 
 
 class PeerPools:
