@@ -173,6 +173,7 @@ class Engine:
             assert self._manager.holds(request.request_id) == is_holding, (
                 f"{request} must hold blocks only while it runs"
             )
+            assert is_holding or request.num_computed_tokens == 0, f"{request} has no blocks, so nothing is computed"
         expected = {
             RequestStatus.WAITING: len(scheduler.waiting),
             RequestStatus.RECEIVING: len(scheduler.receiving),

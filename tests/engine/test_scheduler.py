@@ -108,11 +108,15 @@ def test_growth_counts_only_what_may_still_be_generated():
 
 
 def test_request_starts_when_alone_though_its_growth_is_not_there():
-    driver, _ = recorded(num_blocks=6, expected_growth_tokens=1000, max_model_len=21)
-    driver.add(make_request("a", prompt_of(18), max_tokens=3))
-    driver.engine.pin_cached([])
+    driver, _ = recorded(num_blocks=9, expected_growth_tokens=8)
+    driver.add(make_request("handed off", prompt_of(12, 1), prefill_only=True))
+    pins = [block_id for filled in driver.step().filled for block_id in filled.block_ids]
+    driver.add(make_request("a", prompt_of(18), max_tokens=10))  # five blocks, and two more to come
     driver.run()
+    assert driver.preempted == ["a"]  # by itself: five blocks are all there are
     assert len(driver.tokens("a")) == 3
+    driver.engine.unpin(pins)
+    assert len(driver.run().tokens("a")) == 10
 
 
 def test_small_request_does_not_overtake_a_large_one_that_waits():
@@ -342,12 +346,14 @@ def test_allocations_are_counted_in_new_blocks_when_a_request_decodes_in_a_large
 def test_stalled_head_is_looked_at_by_bisection_when_its_prompt_is_long(monkeypatch):
     driver = Driver(make_engine(num_blocks=1100, max_model_len=4300, max_num_batched_tokens=4096))
     driver.add(make_request("a", prompt_of(4000), max_tokens=64))
-    driver.add(make_request("b", prompt_of(4000, 1), max_tokens=64))
+    driver.add(make_request("b", prompt_of(2000) + prompt_of(2000, 1), max_tokens=64))
     driver.step()
     assert driver.admitted == ["a"]
     pool = driver.engine._pool
-    lookups = []
-    is_cached = pool.is_cached
+    lookups, walks = [], []
+    is_cached, cached_chain = pool.is_cached, pool.cached_chain
     monkeypatch.setattr(pool, "is_cached", lambda *args: lookups.append(args) or is_cached(*args))
+    monkeypatch.setattr(pool, "cached_chain", lambda *args: walks.append(args) or cached_chain(*args))
     driver.step()
     assert 0 < len(lookups) <= 11
+    assert walks == []

@@ -138,6 +138,12 @@ def test_blocks_without_content_are_reused_first_when_others_are_cached(pool):
     assert num_hits(pool, 1) == 1
 
 
+def test_blocks_come_out_as_a_run_again_when_they_were_freed_without_content(pool):
+    run = pool.allocate(3)
+    pool.free(run)
+    assert pool.allocate(3) == run == [1, 2, 3]
+
+
 def test_head_stays_when_pins_are_given_back_head_first(pool):
     head, middle, tail = fill(pool, 1, 2, 3)
     for block_id in (head, middle, tail):
