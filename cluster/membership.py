@@ -1,9 +1,9 @@
 """The workers of a cluster, as the gateway knows them.
 
 A worker is a member from `add_worker` to `remove_worker`, whether or not it can be reached: its link connects, and
-reconnects, meanwhile. While it is *ready* the router knows it. The first worker that is reached decides what is served;
-every other must describe the same model, dtype and block layout, or it is refused with a sentence that says what
-differs, and tried again later: an operator may replace it by a right one at the same address.
+reconnects, meanwhile. While it is *ready* it has an account in the ledger. The first worker that is reached decides
+what is served; every other must describe the same model, dtype and block layout, or it is refused with a sentence
+that says what differs, and tried again later: an operator may replace it by a right one at the same address.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from cluster.clock import Clock
 from cluster.directory import Directory
 from cluster.errors import NoWorker
 from cluster.generator import ServedModel
+from cluster.ledger import Ledger
 from cluster.router import Router, RouterConfig
 from cluster.session import Session
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad, WorkerStatus
@@ -30,7 +31,7 @@ _AGREED = {
 
 
 class Membership:
-    """Who is there. Owns directory and router.
+    """Who is there. Owns directory, ledger and router.
 
     Args:
         clock: None: the running loop's.
@@ -44,7 +45,9 @@ class Membership:
         clock: Clock | None = None,
     ) -> None:
         self.directory = Directory()
-        self.router = Router(router_config or RouterConfig(), self.directory)
+        config = router_config or RouterConfig()
+        self.ledger = Ledger(config.recent_half_life_s)
+        self.router = Router(config, self.directory, self.ledger)
         self._link_config = link_config or LinkConfig()
         self._clock = clock
         self._links: dict[str, WorkerLink] = {}  # by address
@@ -147,7 +150,7 @@ class Membership:
             address=link.address,
             ready=is_ready,
             info=link.info,
-            load=self.router.load(key) if is_ready else None,
+            load=self.ledger.load(key) if is_ready else None,
             kv_events_silent=link.kv_events_silent,
             num_directory_blocks=self.directory.num_blocks(key),
             last_error=link.last_error,
@@ -176,17 +179,17 @@ class Membership:
     def ready(self, link: WorkerLink) -> None:
         assert link.info is not None, f"{link.address} is ready without a description"
         self._ready[link.info.instance_id] = link
-        self.router.add_worker(link.info)
+        self.ledger.add_worker(link.info)
         self._notify()
 
     def load(self, link: WorkerLink, load: WorkerLoad) -> None:
         if link.info is not None:
-            self.router.update_load(link.info.instance_id, load)
+            self.ledger.update_load(link.info.instance_id, load)
 
     def lost(self, link: WorkerLink) -> None:
         assert link.info is not None, f"{link.address} was ready without a description"
         self._ready.pop(link.info.instance_id, None)
-        self.router.remove_worker(link.info.instance_id)
+        self.ledger.remove_worker(link.info.instance_id)
         self._notify()
 
     def failed(self, link: WorkerLink) -> None:

@@ -7,7 +7,7 @@
 
 What has been delivered is never sent again: the resumed request carries it, and goes on behind it, identically, because
 a token is a function of the request alone. Both repairs are bounded. The run ends once: by its last output, by an
-error, or by its reader leaving; in each case the worker forgets the request and the router's account is settled.
+error, or by its reader leaving; in each case the worker forgets the request and its account is settled.
 """
 
 from collections.abc import AsyncGenerator
@@ -27,8 +27,8 @@ from cluster.errors import (
 )
 from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest
 from cluster.membership import Membership
+from cluster.plan import Plan
 from cluster.request_stream import RequestStream
-from cluster.router import Plan
 from cluster.session import Session
 from cluster.session_messages import NeedPrefill, Output
 from engine.kvcache.block_hash import BlockHash, extend_hashes, root_hash
@@ -82,6 +82,7 @@ class RequestRun:
         self._request = request
         self._membership = membership
         self._router = membership.router
+        self._ledger = membership.ledger
         self._limits = limits
         self._stats = stats
         self._clock = clock
@@ -144,7 +145,7 @@ class RequestRun:
         wire_id = f"{self._wire_id}.{self._num_attempts}"
         message = wire.submit(wire_id, self._request, plan, self._delivered, self._deadline - now)
         stream = session.submit(wire_id, message)
-        self._router.assign(wire_id, plan, now)
+        self._ledger.assign(wire_id, plan, now)
         self._attempt = _Attempt(wire_id, plan, session, stream, plan.prefills.worker_id)
         self._stats.planned_cached_tokens += plan.num_cached_blocks * self._block_size
         self._stats.local_fallbacks += plan.is_fallback
@@ -179,7 +180,7 @@ class RequestRun:
         self._num_repairs += 1
         num_tokens = len(self._request.prompt_token_ids) + len(self._delivered)
         prefill = self._router.choose_prefill(self._hashes, num_tokens, now, exclude=self._tried)
-        self._router.reassign_prefill(attempt.wire_id, prefill, now)
+        self._ledger.reassign_prefill(attempt.wire_id, prefill, now)
         attempt.session.assign(attempt.stream, prefill)
         attempt.plan = replace(attempt.plan, prefill=prefill)
         attempt.prefill_worker = attempt.plan.prefills.worker_id
@@ -189,7 +190,7 @@ class RequestRun:
 
     def _chunk(self, attempt: _Attempt, output: Output) -> SequenceChunk:
         if output.tokens:
-            self._router.first_token(attempt.wire_id)
+            self._ledger.first_token(attempt.wire_id)
         if self._num_cached_tokens is None and output.num_cached_tokens is not None:
             self._num_cached_tokens = output.num_cached_tokens
             hoped = attempt.plan.num_cached_blocks * self._block_size
@@ -218,7 +219,7 @@ class RequestRun:
         """Ends the attempt at its worker, if it has not ended there. Idempotent."""
         if self._attempt is not None:
             self._attempt.session.abort(self._attempt.stream, error)
-            self._router.release(self._attempt.wire_id)
+            self._ledger.release(self._attempt.wire_id)
             self._attempt = None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from cluster.generator import SequenceRequest, StageTimes
-from cluster.router import Plan
+from cluster.plan import Plan
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad
 from engine.kvcache.block_hash import BlockHash

@@ -80,9 +80,9 @@ async def fake_cluster(
             role = Role.PREFILL if name.startswith("p") else Role.DECODE
             await cluster.join(FakeWorker(name, role, automatic=automatic))
         yield cluster
-        cluster.membership.router.check_integrity()
+        cluster.membership.ledger.check_integrity()
         cluster.membership.directory.check_integrity()
-        assert cluster.membership.router.num_assigned == cluster.generator.stats.num_active
+        assert cluster.membership.ledger.num_assigned == cluster.generator.stats.num_active
     finally:
         await cluster.membership.close()
         await asyncio.gather(*(worker.kill() for worker in cluster.workers.values()))

@@ -392,7 +392,7 @@ async def test_closing_early_aborts_at_the_worker() -> None:
             await first_chunk
         await at_d0.aborted.wait()
         assert c.generator.stats.cancelled == 1
-        assert c.membership.router.num_assigned == 0
+        assert c.membership.ledger.num_assigned == 0
 
 
 async def test_cancelling_while_waiting_aborts_at_the_worker() -> None:

@@ -166,7 +166,7 @@ async def test_a_drained_worker_takes_nothing_new_and_finishes_what_it_has() -> 
         first = asyncio.create_task(c.tokens(request()))
         at_d0 = await c.workers["d0"].next_request()
         c.workers["d0"].sessions[0].send(pb.SessionResponse(load=pb.Load(draining=True)))
-        while not (load := c.membership.router.load(c.workers["d0"].instance_id)) or not load.draining:
+        while not (load := c.membership.ledger.load(c.workers["d0"].instance_id)) or not load.draining:
             await asyncio.sleep(0)
         for _ in range(3):
             later = asyncio.create_task(c.tokens(request()))

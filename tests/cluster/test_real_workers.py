@@ -90,8 +90,8 @@ async def real_cluster(names: str, router: RouterConfig = DEFAULT) -> AsyncItera
         for name in names.split():
             await cluster.start(name)
         yield cluster
-        cluster.membership.router.check_integrity()
-        assert cluster.membership.router.num_assigned == 0
+        cluster.membership.ledger.check_integrity()
+        assert cluster.membership.ledger.num_assigned == 0
 
 
 def prompt_of(length: int, seed: int = 1) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ async def test_when_half_of_the_clients_leave_nothing_is_held_for_them() -> None
             assert tasks[i].result() == expected(sequences[i])
         for worker in c.membership.workers():
             assert worker.info is not None
-            while (load := c.membership.router.load(worker.info.instance_id)) and load.num_active_blocks:
+            while (load := c.membership.ledger.load(worker.info.instance_id)) and load.num_active_blocks:
                 await asyncio.sleep(0)
 
 

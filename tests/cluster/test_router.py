@@ -9,7 +9,9 @@ import pytest
 
 from cluster.directory import Directory
 from cluster.errors import NoWorker
-from cluster.router import Plan, Router, RouterConfig
+from cluster.ledger import Ledger
+from cluster.plan import Plan
+from cluster.router import Router, RouterConfig
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad
 from engine.kvcache.block_hash import BlockHash, hash_blocks, root_hash
 
@@ -40,9 +42,10 @@ def worker(name: str) -> WorkerInfo:
 
 
 def router_with(names: str, config: RouterConfig | None = None) -> Router:
-    router = Router(config or RouterConfig(), Directory())
+    config = config or RouterConfig()
+    router = Router(config, Directory(), Ledger(config.recent_half_life_s))
     for name in names.split():
-        router.add_worker(worker(name))
+        router._ledger.add_worker(worker(name))
     return router
 
 
@@ -114,7 +117,7 @@ def test_a_long_cached_prefix_outweighs_a_little_load_and_not_a_lot() -> None:
     for num_busy, decode in ((3, "d1"), (40, "d0")):
         router = router_with("d0 d1", RouterConfig(overload_slack=1000, pull_s_per_byte=1e-7))
         hold(router, "d1", hashes[:99])
-        router.update_load("d1", WorkerLoad(num_running=num_busy))
+        router._ledger.update_load("d1", WorkerLoad(num_running=num_busy))
         assert router.choose(hashes, 1600, NOW).decode.worker_id == decode
 
 
@@ -122,14 +125,16 @@ def test_a_prefix_on_a_busy_worker_is_pulled_to_an_idle_one() -> None:
     router = router_with("d0 d1")
     hashes = hashes_of(1600)
     hold(router, "d1", hashes[:99])
-    router.update_load("d1", WorkerLoad(num_running=4))
+    router._ledger.update_load("d1", WorkerLoad(num_running=4))
     assert names(router.choose(hashes, 1600, NOW)) == ("d0", None, "d1", 99)
 
 
 def test_a_full_pool_is_avoided() -> None:
     router = router_with("d0 d1")
-    router.update_load("d0", WorkerLoad(num_free_blocks=3, num_cached_blocks=3, num_active_blocks=900))
-    router.update_load("d1", WorkerLoad(num_running=4, num_free_blocks=3, num_cached_blocks=4, num_active_blocks=900))
+    router._ledger.update_load("d0", WorkerLoad(num_free_blocks=3, num_cached_blocks=3, num_active_blocks=900))
+    router._ledger.update_load(
+        "d1", WorkerLoad(num_running=4, num_free_blocks=3, num_cached_blocks=4, num_active_blocks=900)
+    )
     assert router.choose(hashes_of(112), 112, NOW).decode.worker_id == "d1"
     assert router.choose(hashes_of(96), 96, NOW).decode.worker_id == "d0"
 
@@ -139,12 +144,12 @@ def test_draining_and_removed_workers_are_never_chosen_nor_pulled_from() -> None
     hashes = hashes_of(1600)
     hold(router, "p0", hashes)
     hold(router, "d0", hashes)
-    router.update_load("p0", WorkerLoad(draining=True))
-    router.remove_worker("d0")
+    router._ledger.update_load("p0", WorkerLoad(draining=True))
+    router._ledger.remove_worker("d0")
     for _ in range(5):
         assert names(router.choose(hashes, 1600, NOW)) == ("d1", "p1", None, 0)
     assert router.choose_prefill(hashes, 1600, NOW, exclude=["p1"]) is None
-    router.update_load("p0", WorkerLoad(draining=False))
+    router._ledger.update_load("p0", WorkerLoad(draining=False))
     assert router.choose(hashes, 1600, NOW).prefill == worker("p0")
 
 
@@ -156,7 +161,7 @@ def test_no_worker_says_who_is_missing() -> None:
     with pytest.raises(NoWorker, match="1 prefill workers are"):
         router_with("p0").choose([], 1, NOW)
     router = router_with("d0 d1")
-    router.update_load("d0", WorkerLoad(draining=True))
+    router._ledger.update_load("d0", WorkerLoad(draining=True))
     with pytest.raises(NoWorker, match="1 decode workers are draining, 1 tried in vain"):
         router.choose([], 1, NOW, exclude={"d1"})
 
@@ -166,8 +171,8 @@ def test_equals_take_turns() -> None:
     chosen = []
     for i in range(6):
         plan = router.choose([], 100, NOW)
-        router.assign(f"r{i}", plan, NOW)
-        router.release(f"r{i}")
+        router._ledger.assign(f"r{i}", plan, NOW)
+        router._ledger.release(f"r{i}")
         chosen.append(names(plan)[:2])
     assert [d for d, _ in chosen] == ["d0", "d1", "d2"] * 2
     assert Counter(p for _, p in chosen) == {"p0": 3, "p1": 3}
@@ -189,7 +194,7 @@ def test_a_burst_spreads_before_any_report_of_load_arrives() -> None:
     counts: Counter[str] = Counter()
     for i in range(60):
         plan = router.choose(hashes_of(200, first=1000 * i), 200, NOW)
-        router.assign(f"r{i}", plan, NOW)
+        router._ledger.assign(f"r{i}", plan, NOW)
         counts.update([plan.decode.worker_id, plan.prefills.worker_id])
     assert counts == {"p0": 30, "p1": 30, "d0": 20, "d1": 20, "d2": 20}
 
@@ -197,24 +202,24 @@ def test_a_burst_spreads_before_any_report_of_load_arrives() -> None:
 def test_a_late_report_does_not_hide_what_was_assigned_since() -> None:
     router = router_with("d0 d1", RouterConfig(recent_request_s=0.0))
     for i in range(4):
-        router.assign(f"r{i}", replace(router.choose([], 10, NOW), decode=worker("d0")), NOW)
-    router.update_load("d0", WorkerLoad(num_running=1))  # measured before the others arrived
-    router.update_load("d1", WorkerLoad(num_running=3))
+        router._ledger.assign(f"r{i}", replace(router.choose([], 10, NOW), decode=worker("d0")), NOW)
+    router._ledger.update_load("d0", WorkerLoad(num_running=1))  # measured before the others arrived
+    router._ledger.update_load("d1", WorkerLoad(num_running=3))
     assert router.choose([], 10, NOW).decode.worker_id == "d1"
-    router.update_load("d1", WorkerLoad(num_running=6))  # another gateway's
+    router._ledger.update_load("d1", WorkerLoad(num_running=6))  # another gateway's
     assert router.choose([], 10, NOW).decode.worker_id == "d0"
 
 
 def test_what_has_ended_counts_no_more_also_before_the_next_report() -> None:
     router = router_with("d0 d1", RouterConfig(recent_request_s=0.0))
     for i in range(6):
-        router.assign(f"r{i}", replace(router.choose([], 10, NOW), decode=worker("d0")), NOW)
-    router.update_load("d0", WorkerLoad(num_running=6, num_waiting_tokens=60))
-    router.update_load("d1", WorkerLoad(num_running=2))
+        router._ledger.assign(f"r{i}", replace(router.choose([], 10, NOW), decode=worker("d0")), NOW)
+    router._ledger.update_load("d0", WorkerLoad(num_running=6, num_waiting_tokens=60))
+    router._ledger.update_load("d1", WorkerLoad(num_running=2))
     for i in range(6):
-        router.release(f"r{i}")
+        router._ledger.release(f"r{i}")
     assert router.choose([], 10, NOW).decode.worker_id == "d0"
-    router.check_integrity()
+    router._ledger.check_integrity()
 
 
 def test_accounts_are_settled_whatever_happens_on_the_way() -> None:
@@ -226,30 +231,30 @@ def test_accounts_are_settled_whatever_happens_on_the_way() -> None:
         match rng.randrange(6):
             case 0 | 1 if alive & {"d0", "d1"}:
                 num_tokens = rng.randrange(1, 300)
-                router.assign(f"r{i}", router.choose(hashes_of(num_tokens), num_tokens, NOW), NOW)
+                router._ledger.assign(f"r{i}", router.choose(hashes_of(num_tokens), num_tokens, NOW), NOW)
                 running.append(f"r{i}")
             case 2 if running:
-                router.first_token(rng.choice(running))
+                router._ledger.first_token(rng.choice(running))
             case 3 if running:
-                router.reassign_prefill(rng.choice(running), router.choose_prefill([], 5, NOW), NOW)
+                router._ledger.reassign_prefill(rng.choice(running), router.choose_prefill([], 5, NOW), NOW)
             case 4 if running:
                 ended = running.pop(rng.randrange(len(running)))
-                router.release(ended)
-                router.release(ended)
+                router._ledger.release(ended)
+                router._ledger.release(ended)
             case 5 if rng.random() < 0.3:
                 name = rng.choice(["p0", "p1", "d0", "d1"])
                 if name in alive:
                     alive.remove(name)
-                    router.remove_worker(name)
+                    router._ledger.remove_worker(name)
                 else:  # the very same instance, connected again
                     alive.add(name)
-                    router.add_worker(worker(name))
-        router.check_integrity()
-        assert router.num_assigned == len(running)
+                    router._ledger.add_worker(worker(name))
+        router._ledger.check_integrity()
+        assert router._ledger.num_assigned == len(running)
     for request_id in running:
-        router.release(request_id)
-    router.check_integrity()
-    assert all(w.num_requests == w.num_tokens == 0 for w in router._workers.values())
+        router._ledger.release(request_id)
+    router._ledger.check_integrity()
+    assert all(w.num_requests == w.num_tokens == 0 for w in router._ledger.accounts.values())
 
 
 # --- hot spots
@@ -268,14 +273,14 @@ def serve(
         now += 0.01
         hashes = hash_blocks(ROOT, token_ids, BLOCK_SIZE)
         plan = router.choose(hashes, len(token_ids), now)
-        router.assign(f"r{i}", plan, now)
+        router._ledger.assign(f"r{i}", plan, now)
         counts[plan.decode.worker_id] += 1
         num_hits += plan.num_cached_blocks
         num_blocks += len(hashes)
         running.append((f"r{i}", plan, hashes))
         while len(running) > num_concurrent - 1:
             request_id, ended, held = running.pop(rng.randrange(len(running)))
-            router.release(request_id)
+            router._ledger.release(request_id)
             hold(router, ended.decode.instance_id, held)
             hold(router, ended.prefills.instance_id, held)
     return counts, num_hits / num_blocks
@@ -319,7 +324,7 @@ def test_one_runaway_worker_does_not_switch_off_affinity_for_the_others() -> Non
     def hit_rate(runaway_load: int) -> tuple[Counter[str], float]:
         rng = random.Random(5)
         router = router_with("d0 d1 d2 d3")
-        router.update_load("d0", WorkerLoad(num_running=runaway_load))
+        router._ledger.update_load("d0", WorkerLoad(num_running=runaway_load))
         histories = [[100_000 * c + j for j in range(300)] for c in range(24)]
         prompts = [histories[rng.randrange(24)] + [10**7 + i] for i in range(300)]
         return serve(router, prompts, num_concurrent=6)

@@ -20,8 +20,8 @@ from cluster.errors import (
     WorkerLost,
 )
 from cluster.generator import SequenceRequest, StageTimes
+from cluster.plan import Plan
 from cluster.request_stream import RequestStream
-from cluster.router import Plan
 from cluster.session import Session
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import WorkerLoad

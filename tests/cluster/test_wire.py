@@ -8,7 +8,7 @@ import pytest
 
 from cluster import wire
 from cluster.generator import StageTimes
-from cluster.router import Plan
+from cluster.plan import Plan
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import Role
 from engine.executor import SampledToken
