@@ -3,12 +3,21 @@
 Each comes with an oracle: the whole output of a request, computed without a block pool, a batch or a cache.
 """
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.executor import Executor
+from engine.executor import Executor, SamplingInput
 from engine.hash_executor import HashExecutor, expected_tokens
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, finish_reason_after
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB_SIZE = 97  # of every executor here
 
@@ -20,6 +29,40 @@ class ExecutorCase:
     max_examples: int  # that a hypothesis test can afford
 
 
+@cache
+def _tiny_model() -> "tuple[Path, PreTrainedModel]":
+    """A random Llama, in a folder and in transformers; made once, for all engines of the process."""
+    from tests.tiny_models import save_model
+
+    folder = Path(tempfile.mkdtemp(prefix="tandem-tiny-model-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder, save_model(folder)
+
+
+def _make_torch(block_size: int) -> Executor:
+    from engine.torch_executor import TorchExecutor
+
+    folder, _ = _tiny_model()
+    return TorchExecutor(folder, block_size=block_size, num_threads=1)
+
+
+def _expected_torch(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """transformers' logits of the whole sequence, computed anew for every token, and our sampler."""
+    from engine.sampling.sampler import Sampler
+
+    from tests.tiny_models import logits_of
+
+    _, model = _tiny_model()
+    output: list[int] = []
+    while True:
+        logits = logits_of(model, [*prompt, *output])[-1:]
+        (sampled,) = Sampler().sample(logits, [SamplingInput(params, prompt, output)])
+        output.append(sampled.token_id)
+        num_tokens = len(prompt) + len(output)
+        if finish_reason_after(params, sampled.token_id, len(output), num_tokens, max_model_len) is not None:
+            return output
+
+
 EXECUTORS = {
     "hash": ExecutorCase(
         make=lambda block_size: HashExecutor(vocab_size=VOCAB_SIZE, block_size=block_size),
@@ -28,4 +71,5 @@ EXECUTORS = {
         ),
         max_examples=100,
     ),
+    "torch": ExecutorCase(make=_make_torch, expected=_expected_torch, max_examples=25),
 }
