@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from prometheus_client import generate_latest
+from starlette.types import ASGIApp
 
 from cluster.metrics import GatewayMetrics
 from cluster.openai.app import create_app
@@ -58,9 +59,13 @@ class Api:
             "chat_template": ChatTemplate(source, self.tokenizer.special.names),
             "wall_clock": lambda: 1_800_000_000.5,
         } | server
-        self.app: FastAPI = create_app(ApiServer(**values))
+        self.app: ASGIApp = create_app(ApiServer(**values))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
+
+    def server_metrics(self) -> str:
+        """The gateway's own metrics, as Prometheus text."""
+        return generate_latest(self.metrics.registry).decode()
 
     async def post(self, path: str, body: Any = None, *, raw: bytes | None = None, **kwargs: Any) -> httpx.Response:
         content = raw if raw is not None else json.dumps(body).encode()

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.types import ASGIApp
 
 from cluster.openai.body import read_object
 from cluster.openai.chat import ChatShape
@@ -22,16 +23,15 @@ from cluster.text_request import TextRequest
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(server: ApiServer) -> FastAPI:
+def create_app(server: ApiServer) -> ASGIApp:
     """The application over `server`."""
     app = FastAPI(title="Tandem", version=server.version, redirect_slashes=False)
     install_error_handlers(app)
-    app.add_middleware(RequestId)
     _add_generation(app, server)
     _add_models(app, server)
     _add_tokens(app, server)
     _add_operation(app, server)
-    return app
+    return RequestId(app)  # around all of it, so that the reply to a crash has its id as well
 
 
 def _add_generation(app: FastAPI, server: ApiServer) -> None:
