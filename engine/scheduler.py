@@ -169,7 +169,8 @@ class Scheduler:
             request.num_computed_tokens += len(scheduled.token_ids)
             self.counters.num_computed_tokens += len(scheduled.token_ids)
             num_full = request.num_computed_tokens // block_size
-            self.manager.cache_blocks(request.request_id, request.hashes(block_size), num_full)
+            if num_full > scheduled.num_computed_tokens // block_size:
+                self.manager.cache_blocks(request.request_id, request.hashes(block_size), num_full)
             if request.prefill_only:
                 self._report_filled(request, filled)
             if scheduled.sampling is not None:

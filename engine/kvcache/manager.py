@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.kvcache.block_hash import BlockHash
 from engine.kvcache.block_pool import BlockPool
+from engine.kvcache.slots import num_blocks_for
 from engine.kvcache.spec import KVCacheSpec
 
 
@@ -30,6 +31,7 @@ class ComputedBlocks:
 class _Holding:
     block_tables: tuple[list[int], ...]
     num_registered: int  # leading blocks whose hashes are in the cache
+    num_tokens: int = 0  # that the tables are known to be long enough for
 
 
 class KVCacheManager:
@@ -85,13 +87,15 @@ class KVCacheManager:
 
         Args:
             computed: for a request that holds nothing yet: the cached prefix to begin with.
-            keep_available: blocks that must be left for others.
+            keep_available: blocks that must be left for others, if any are taken.
 
         Returns False, and changes nothing, if the pool has not enough.
         """
         holding = self._holdings.get(request_id)
         assert holding is None or computed is None, f"{request_id} holds blocks already"
         if holding is not None:
+            if num_tokens <= holding.num_tokens:
+                return True  # as in most decode steps
             tables = holding.block_tables
             num_revived = 0
         else:
@@ -106,12 +110,13 @@ class KVCacheManager:
         if holding is None:
             for table in tables:
                 self.pool.take(table)
-            self._holdings[request_id] = _Holding(tables, num_registered=len(tables[0]))
+            holding = self._holdings[request_id] = _Holding(tables, num_registered=len(tables[0]))
         for table, count in zip(tables, missing, strict=True):
             if count:
                 block_ids = self.pool.allocate(count)
                 assert block_ids is not None, f"{count} of {num_missing} blocks counted as available are not"
                 table.extend(block_ids)
+        holding.num_tokens = num_blocks_for(num_tokens, self.block_size) * self.block_size
         return True
 
     def cache_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_blocks: int) -> None:
