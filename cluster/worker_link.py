@@ -134,7 +134,7 @@ class WorkerLink:
     async def _connect(self) -> None:
         """One connection, from its channel to its end, which is always an exception."""
         async with open_channel(self.address, self._config.channel) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
+            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             description = await stub.Describe(pb.DescribeRequest(), timeout=self._config.describe_timeout_s)
             info = wire.worker_info(description, self.address)
             self._listener.admit(self, info)
