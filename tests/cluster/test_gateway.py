@@ -1,0 +1,154 @@
+"""The gateway over real workers whose tokens are hashes of what their pools hold: sockets, threads, everything."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cluster.config import ClusterConfig
+from cluster.gateway import Gateway
+from cluster.membership import Membership
+from cluster.router import RouterConfig
+from decode_worker import DecodeWorker
+from engine.config import EngineConfig
+from engine.hash_executor import expected_tokens
+from engine.sampling_params import SamplingParams
+from prefill_worker import PrefillWorker
+from tandem.v1 import generation_pb2, generation_pb2_grpc
+from worker.config import WorkerConfig
+
+MODEL = "hash-model"
+VOCAB_SIZE = 1000
+MAX_MODEL_LEN = 256
+PROMPT = list(range(100, 140))
+CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
+
+
+@asynccontextmanager
+async def running(*, port: int = 0, num_blocks: int = 64) -> AsyncIterator[Gateway]:
+    engine = EngineConfig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
+    membership = Membership(RouterConfig(max_local_prefill_tokens=0))
+    gateway = Gateway(ClusterConfig(port=port, grpc_port=0, shutdown_timeout_s=2.0), membership)
+    workers = [
+        kind(WorkerConfig(engine=engine, worker_id=name, executor="hash", served_model_name=MODEL))
+        for kind, name in ((PrefillWorker, "p0"), (DecodeWorker, "d0"))
+    ]
+    try:
+        starting = asyncio.create_task(gateway.start())
+        for worker in workers:
+            membership.add_worker(await worker.start())
+        await membership.wait_ready(prefill_workers=1)
+        await starting
+        yield gateway
+    finally:
+        await gateway.stop()
+        await membership.close()
+        for worker in workers:
+            await worker.stop()
+
+
+def http(gateway: Gateway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=gateway.base_url, timeout=30, trust_env=False)
+
+
+def body(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
+
+
+async def test_tokens_over_http_and_grpc_are_the_oracles_and_headers_name_the_workers() -> None:
+    expected = expected_tokens(PROMPT, SamplingParams(max_tokens=8, temperature=0), VOCAB_SIZE)
+    async with running() as gateway, http(gateway) as client:
+        reply = await client.post("/v1/completions", json=body(return_token_ids=True))
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["token_ids"] == expected
+        assert (reply.headers["x-tandem-prefill-worker"], reply.headers["x-tandem-decode-worker"]) == ("p0", "d0")
+        async with client.stream("POST", "/v1/completions", json=body(stream=True)) as stream:
+            text = (await stream.aread()).decode()
+        assert text.endswith("data: [DONE]\n\n")
+
+        address = f"127.0.0.1:{gateway.grpc_port}"
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            request = generation_pb2.GenerateRequest(tokenized=generation_pb2.TokenizedInput(input_ids=PROMPT))
+            request.sampling_params.max_tokens = 8
+            request.sampling_params.temperature = 0
+            request.sampling_params.ignore_eos = True
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            (response,) = [r async for r in stub.Generate(request)]
+            assert list(response.complete.output_ids) == expected
+            assert response.complete.text == reply.json()["choices"][0]["text"]
+
+            checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert checked.status == health_pb2.HealthCheckResponse.SERVING
+            listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+            await listing.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            services = (await listing.read()).list_services_response.service
+            assert "tandem.v1.Generation" in {service.name for service in services}
+            await listing.done_writing()
+
+
+async def test_metrics_of_all_processes_are_in_one_scrape() -> None:
+    async with running() as gateway, http(gateway) as client:
+        assert (await client.post("/v1/completions", json=body())).status_code == 200
+        text = (await client.get("/metrics")).text
+        for role in ("gateway", "prefill", "decode"):
+            assert f'role="{role}"' in text
+        assert "tandem_kv_blocks{" in text
+        assert text.count("# TYPE tandem_num_requests_running gauge") == 1
+        targets = (await client.get("/metrics/targets")).json()
+        assert {target["labels"]["worker_id"] for target in targets} == {"p0", "d0"}
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_client_that_leaves_costs_the_workers_nothing() -> None:
+    async with running() as gateway:
+        async with (
+            http(gateway) as client,
+            client.stream("POST", "/v1/completions", json=body(stream=True, max_tokens=200, n=3)) as stream,
+        ):
+            await anext(stream.aiter_bytes())
+        async with asyncio.timeout(10):
+            while gateway.generator.stats.num_active:
+                await asyncio.sleep(0)
+        assert gateway.generator.stats.cancelled == 3
+
+
+async def test_requests_in_flight_end_before_a_stopping_gateway_does() -> None:
+    async with running() as gateway, http(gateway) as client:
+        request = asyncio.create_task(client.post("/v1/completions", json=body(max_tokens=100)))
+        async with asyncio.timeout(10):
+            while not gateway.generator.stats.num_active:
+                await asyncio.sleep(0)
+        await gateway.stop()
+        assert (await request).json()["usage"]["completion_tokens"] == 100
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+        await gateway.stop()
+
+
+async def test_port_in_use_is_named_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        gateway = Gateway(ClusterConfig(port=port), Membership())
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await gateway.start()
+
+
+def test_gateway_process_loads_neither_torch_nor_numba() -> None:
+    root = Path(__file__).parents[2]
+    code = (
+        "import sys, cluster.gateway; from cluster.text.tokenizer import Tokenizer; "
+        "from engine.model.locate import *; Tokenizer.load(resolve_model(EMBEDDED_MODEL)); "
+        "sys.exit(' '.join({'torch', 'numba', 'ray', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    path = f"{root}:{root / 'proto'}"
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,132 @@
+"""Text out of sequences: the deltas, whatever the chunks they come from."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import WorkerLost
+from cluster.generator import SequenceChunk, SequenceRequest
+from cluster.text_generator import OutputText, TextDelta
+from cluster.text_request import TextOptions, TextRequest
+from engine.executor import SampledToken
+from engine.sampling_params import FinishReason
+from fake_generator import FakeGenerator
+from gateway_api import Api, embedded_tokenizer
+
+
+async def deltas_of(api: Api, **options: Any) -> list[TextDelta]:
+    planned = await api.text.plan(TextRequest(request_id="r", prompt="Hi", options=TextOptions(**options)))
+    async with aclosing(api.text.run([planned])) as deltas:
+        return [delta async for delta in deltas]
+
+
+def chunk(tokens: list[int], reason: FinishReason | None = None, matched: int | None = None) -> SequenceChunk:
+    return SequenceChunk(tuple(map(SampledToken, tokens)), reason, matched, 0, "p", "d")
+
+
+@settings(deadline=None)
+@given(
+    ids=st.lists(st.integers(17, 600) | st.sampled_from([10813, 235, 229, 233, 138]), min_size=1, max_size=30),
+    cut=st.lists(st.integers(1, 5), min_size=30, max_size=30),
+    stops=st.lists(st.text("aeint ", min_size=1, max_size=3), max_size=3),
+    min_tokens=st.integers(0, 5),
+    include_stop=st.booleans(),
+)
+def test_chunks_of_any_size_give_the_same_text_tokens_and_end(
+    ids: list[int], cut: list[int], stops: list[str], min_tokens: int, include_stop: bool
+) -> None:
+    options = TextOptions(stop=tuple(stops), min_tokens=min_tokens, include_stop_str_in_output=include_stop)
+
+    def run(sizes: list[int]) -> tuple[str, list[int], Any, Any]:
+        output = OutputText(embedded_tokenizer(), options)
+        text, tokens, rest = "", [], ids
+        for size in sizes:
+            now, rest = rest[:size], rest[size:]
+            delta = output.push(0, chunk(now, None if rest else FinishReason.LENGTH))
+            text += delta.text
+            tokens += [token.token_id for token in delta.tokens]
+            if delta.finish_reason is not None:
+                return text, tokens, delta.finish_reason, delta.matched_stop
+        raise AssertionError("no end")
+
+    whole = run([len(ids)])
+    assert run([1] * len(ids)) == whole
+    assert run(cut) == whole
+    if whole[3] is None:
+        assert whole[0] == embedded_tokenizer().decode(ids)
+
+
+def test_stop_token_is_no_part_of_the_text_but_of_the_tokens() -> None:
+    tokenizer = embedded_tokenizer()
+    ids = tokenizer.encode("yes,")
+    for include_stop, text in ((False, "yes"), (True, "yes,")):
+        output = OutputText(tokenizer, TextOptions(include_stop_str_in_output=include_stop))
+        delta = output.push(0, chunk(ids, FinishReason.STOP, ids[-1]))
+        assert (delta.text, len(delta.tokens), delta.matched_stop) == (text, len(ids), ids[-1])
+
+
+async def test_sequence_is_closed_when_its_stop_string_is_complete() -> None:
+    ids = embedded_tokenizer().encode("one two three four")
+    api = Api(FakeGenerator(script=lambda request: ids))
+    deltas = await deltas_of(api, max_tokens=50, stop=("three",))
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert deltas[-1].matched_stop == "three"
+    assert api.generator.closed == ["r-0"]
+    assert api.generator.finished == []
+
+
+async def test_other_choices_go_on_when_one_has_stopped() -> None:
+    tokenizer = embedded_tokenizer()
+    scripts = {"r-0": tokenizer.encode("a stop b"), "r-1": tokenizer.encode("one two three four five six")}
+    api = Api(FakeGenerator(script=lambda request: scripts[request.request_id]))
+    deltas = await deltas_of(api, n=2, max_tokens=6, stop=("stop",))
+    texts = ["".join(delta.text for delta in deltas if delta.index == index) for index in range(2)]
+    assert texts == ["a ", "one two three four five six"]
+    reasons = {delta.index: delta.finish_reason for delta in deltas if delta.finish_reason}
+    assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+
+
+async def test_indices_count_through_all_prompts() -> None:
+    api = Api()
+    plans = [
+        await api.text.plan(TextRequest(request_id=f"r{i}", prompt="Hi", options=TextOptions(n=n, max_tokens=m)))
+        for i, (n, m) in enumerate([(2, 1), (1, 0), (2, 1)])
+    ]
+    async with aclosing(api.text.run(plans)) as deltas:
+        assert sorted([delta.index async for delta in deltas]) == [0, 1, 2, 3, 4]
+
+
+async def test_failure_of_one_choice_closes_the_others() -> None:
+    def script(request: SequenceRequest) -> list[int]:
+        if request.request_id == "r-1":
+            raise WorkerLost("decode worker d0: gone")
+        return [300]
+
+    api = Api(FakeGenerator(script=script))
+    with pytest.raises(WorkerLost):
+        await deltas_of(api, n=3, max_tokens=100)
+    assert len(api.generator.closed) == len(api.generator.requests)
+
+
+async def test_leaving_closes_every_sequence() -> None:
+    api = Api()
+    planned = await api.text.plan(TextRequest(request_id="r", prompt="Hi", options=TextOptions(n=4)))
+    async with aclosing(api.text.run([planned])) as deltas:
+        await anext(deltas)
+    assert sorted(api.generator.closed) == sorted(request.request_id for request in api.generator.requests)
+
+
+async def test_tokens_count_when_their_text_is_kept_back() -> None:
+    ids = embedded_tokenizer().encode("the end")
+    api = Api(FakeGenerator(script=lambda request: ids))
+    api.generator.gate = asyncio.Semaphore(1)
+    planned = await api.text.plan(
+        TextRequest(request_id="r", prompt="Hi", options=TextOptions(stop=("the end",), max_tokens=9))
+    )
+    async with aclosing(api.text.run([planned])) as deltas:
+        first = await anext(deltas)
+        assert (first.text, len(first.tokens)) == ("", 1)

@@ -1,0 +1,88 @@
+"""Planning: what a request for text comes down to, and that it needs neither worker nor loop for long."""
+
+import asyncio
+
+import pytest
+
+from cluster.errors import InvalidRequest
+from cluster.text_request import SequencePlanner, TextOptions, TextRequest, choice_seed
+from fake_generator import served_model
+from gateway_api import embedded_tokenizer, ticking_clock
+
+
+def planner(max_model_len: int = 8192) -> SequencePlanner:
+    return SequencePlanner(
+        served_model(max_model_len=max_model_len), embedded_tokenizer(), clock=ticking_clock(), draw_seed=lambda: 42
+    )
+
+
+async def test_choices_are_sequences_of_one_prompt_with_seeds_of_their_own() -> None:
+    planned = await planner().plan(TextRequest(request_id="r", prompt="10", options=TextOptions(n=3, max_tokens=5)))
+    assert planned.prompt_token_ids == (33, 32)
+    assert [sequence.request_id for sequence in planned.sequences] == ["r-0", "r-1", "r-2"]
+    assert [sequence.params.seed for sequence in planned.sequences] == [choice_seed(42, index) for index in range(3)]
+    assert planned.sequences[0].params.seed == 42
+    assert {sequence.params.max_tokens for sequence in planned.sequences} == {5}
+
+
+def test_seeds_of_choices_are_fixed_for_ever() -> None:
+    golden = [7, 7026320614825720818, -7510571054124726414, -2887241653934676413]
+    assert [choice_seed(7, index) for index in range(4)] == golden
+    seeds = {choice_seed(seed, index) for seed in (-(2**63), -1, 0, 7, 2**63 - 1) for index in range(128)}
+    assert len(seeds) == 5 * 128
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+async def test_rest_of_the_context_is_allowed_when_max_tokens_is_absent() -> None:
+    planned = await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 90))
+    assert planned.sequences[0].params.max_tokens == 10
+
+
+async def test_prompt_that_fills_the_context_leaves_no_room() -> None:
+    for max_tokens in (None, 1):
+        options = TextOptions(max_tokens=max_tokens)
+        with pytest.raises(InvalidRequest, match="holds 100 tokens; the prompt has 100"):
+            await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 100, options=options))
+
+
+async def test_prompt_that_fills_the_context_can_be_echoed() -> None:
+    options = TextOptions(max_tokens=0)
+    planned = await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 100, options=options))
+    assert planned.sequences == ()
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_end_of_sequence_is_a_stop_token_unless_ignored(ignore_eos: bool) -> None:
+    options = TextOptions(max_tokens=1, ignore_eos=ignore_eos, stop_token_ids=(9, 7))
+    planned = await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert planned.sequences[0].params.stop_token_ids == ((7, 9) if ignore_eos else (2, 7, 9))
+
+
+async def test_long_text_is_tokenized_without_stopping_the_loop() -> None:
+    text = "word and another " * 3000
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count_turns())
+    ids = await planner(max_model_len=20_000).tokenize(text)
+    counting.cancel()
+    assert ids == embedded_tokenizer().encode(text)
+    assert turns > 1
+
+
+async def test_text_that_can_never_fit_is_refused_before_it_is_tokenized() -> None:
+    with pytest.raises(InvalidRequest, match="characters") as caught:
+        await planner(max_model_len=10).tokenize("x" * 1000, param="messages")
+    assert (caught.value.param, caught.value.openai_code) == ("messages", "context_length_exceeded")
+
+
+async def test_zero_tokens_are_still_checked_like_any_request() -> None:
+    options = TextOptions(max_tokens=0, temperature=-1.0)
+    with pytest.raises(InvalidRequest, match="temperature must be in") as caught:
+        await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert caught.value.param == "temperature"
