@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -238,6 +238,17 @@ def test_metadata_that_is_not_supported_is_named(tmp_path: Path, metadata: dict[
     path = tmp_path / "model.gguf"
     write_gguf(path, packable_model(), metadata=metadata)
     with pytest.raises(ModelLoadError, match=message):
+        load(path)
+
+
+def test_an_architecture_that_is_not_supported_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = GGUFWriter(path, "gemma3")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match="architecture gemma3 is not supported; supported are llama, qwen2, qwen3"):
         load(path)
 
 
