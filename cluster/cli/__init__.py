@@ -3,26 +3,15 @@
 `serve` is a cluster's own process (Ray, the gateway); the others are clients of its HTTP API and load none of it.
 """
 
-import typer
-
-from cluster.cli.bench import bench
-from cluster.cli.chat import chat
-from cluster.cli.serve import serve
-from cluster.cli.status import status
-
-app = typer.Typer(
-    name="tandem",
-    help="Serve a language model with prefill and decode apart.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(serve)
-app.command()(chat)
-app.command()(bench)
-app.command()(status)
+import sys
 
 
 def main() -> None:
     """The `tandem` command."""
-    app()
+    try:
+        # Here, not above: Ctrl-C while it loads is no stack trace either.
+        from cluster.cli.app import app
+
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -74,9 +74,6 @@ def serve(
 
 
 async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
-    # Here, not above: the other commands need not wait for it.
-    from cluster.cli.serving import Serving
-
     told_to_stop, at_once = asyncio.Event(), asyncio.Event()
     notes = Console(stderr=True, highlight=False)
 
@@ -90,6 +87,9 @@ async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    # Here, not above: the other commands need not wait for it.
+    from cluster.cli.serving import Serving
+
     serving = Serving(config, plan)
     try:
         with notes.status(f"Starting {_count(plan)} of {config.model_name}"):
@@ -107,11 +107,14 @@ async def _start_unless(told_to_stop: asyncio.Event, serving: "Serving") -> bool
     from cluster.cli.api_client import ServerError
 
     starting, stopping = asyncio.create_task(serving.start()), asyncio.create_task(told_to_stop.wait())
-    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not starting.done():
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    if starting.cancelled():
         return False
     try:
         starting.result()

@@ -57,7 +57,11 @@ class Serving:
             ValueError: the model has no tokenizer that can be read, or workers do not fit each other.
             ServerError: the first request failed.
         """
-        tasks = [asyncio.create_task(self.gateway.start()), asyncio.create_task(self._start_workers())]
+        tasks = [asyncio.create_task(self.gateway.start())]
+        # It has bound its port when it first waits, or failed: not worth starting Ray for.
+        await asyncio.sleep(0)
+        if not tasks[0].done():
+            tasks.append(asyncio.create_task(self._start_workers()))
         try:
             await asyncio.gather(*tasks)
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
+from cluster.cli.app import app
 
 
 def bench(server: Any, *args: str) -> Result:

@@ -4,7 +4,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
+from cluster.cli.app import app
 
 
 def chat(server: Any, *args: str, stdin: str = "") -> Result:

@@ -5,7 +5,7 @@ from typing import Any
 
 from typer.testing import CliRunner, Result
 
-from cluster.cli import app
+from cluster.cli.app import app
 
 SCRAPE = """\
 # TYPE tandem_kv_blocks gauge

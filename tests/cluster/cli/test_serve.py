@@ -1,0 +1,63 @@
+"""`tandem serve`: its flags, and what is refused before anything is started."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster.cli.app import app
+from cluster.cli.serve import curl_line
+from cluster.config import ClusterConfig
+
+
+def serve(*args: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *args])
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object) -> None:
+        raise AssertionError("a cluster was started")
+
+    monkeypatch.setattr("cluster.cli.serve._serve", started)
+
+
+def test_every_field_of_the_configuration_is_a_flag() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
+    for name in ClusterConfig.model_fields:
+        assert f"--{name.replace('_', '-')} " in shown
+
+
+def test_bad_flags_are_named_all_at_once() -> None:
+    result = serve("--max-num-seqs", "0", "--dtype", "fp8")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "tandem: dtype: must be one of auto, float32 or bfloat16, not 'fp8'",
+        "tandem: max_num_seqs: must be at least 1, not 0",
+    ]
+
+
+def test_bad_value_in_a_file_is_named_like_a_flag_and_a_flag_repairs_it(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text("port: 65536\nmodel: /no/such/model\n")
+    result = serve("--config", str(file))
+    assert (result.exit_code, result.stderr) == (2, "tandem: port: must be at most 65535, not 65536\n")
+    result = serve("--config", str(file), "--port", "0")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("tandem: model: model '/no/such/model' is neither a folder")
+
+
+def test_pool_too_small_for_one_context_is_refused_with_the_numbers() -> None:
+    result = serve("--num-blocks", "100")
+    assert result.exit_code == 2
+    assert "num_blocks=100 blocks" in result.stderr
+    assert "num_blocks must be at least 513, or max_model_len at most 1584" in result.stderr
+
+
+def test_first_request_is_a_line_for_a_shell() -> None:
+    words = shlex.split(curl_line("http://127.0.0.1:8000", "it's a model"))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert words[2:4] == ["-H", "Content-Type: application/json"]
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's a model"
