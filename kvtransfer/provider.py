@@ -4,6 +4,7 @@
 to the consumer, and the port to the engine.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -100,11 +101,17 @@ class Provider:
         self._pool = pool
         self._port = port
         self._holdings: dict[str, Holding] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def num_active(self) -> int:
         """Hand-offs under way."""
         return len(self._holdings)
+
+    async def wait_idle(self) -> None:
+        """Returns when no hand-off is under way."""
+        await self._idle.wait()
 
     def open(self, open: Open, stream: HolderStream) -> Holding:
         """Begins a hand-off; what comes of it is said on the stream."""
@@ -122,6 +129,7 @@ class Provider:
             holding.post(Failed(Code.ALREADY_EXISTS, f"hand-off {open.handoff_id} is under way", refused=True))
             return holding
         self._holdings[open.handoff_id] = holding
+        self._idle.clear()
         holding.start()
         return holding
 
@@ -137,3 +145,5 @@ class Provider:
         self.counters.stale_blocks += holder.num_stale_blocks
         if self._holdings.get(holder.open.handoff_id) is holding:
             del self._holdings[holder.open.handoff_id]
+        if not self._holdings:
+            self._idle.set()

@@ -148,6 +148,10 @@ class Puller:
         """Hand-offs under way."""
         return len(self._pullings)
 
+    async def wait_idle(self) -> None:
+        """Returns when no hand-off is under way."""
+        await self._idle.wait()
+
     def pull(
         self,
         address: str,
@@ -192,7 +196,7 @@ class Puller:
         """Aborts all, waits for the copies in flight, and lets go of peers' pools. Idempotent."""
         for request_id in list(self._pullings):
             self.abort(request_id)
-        await self._idle.wait()
+        await self.wait_idle()
         self.copier.close()
         self.pools.close()
         await self.transport.close()

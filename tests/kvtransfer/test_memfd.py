@@ -52,8 +52,8 @@ class Owner:
         self.handle = PoolHandle("owner", "memfd", bytes.fromhex(raw), int(offset), size, 64, LAYOUT.fingerprint)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        with self.process:  # waits, and closes its pipes
+            self.process.kill()
 
 
 @pytest.fixture
