@@ -59,9 +59,10 @@ def _candidates(row: Row, peak: float, params: SamplingParams) -> npt.NDArray[np
     if params.top_k > 0:
         return np.sort(largest(row, params.top_k))
     if params.min_p > 0.0:
-        # One float32 below the bound: which of them pass is decided on their weights.
-        bound = np.float32(max(peak + params.temperature * math.log(params.min_p), _LOWEST))
-        return np.flatnonzero(row >= np.nextafter(bound, np.float32(-np.inf)))
+        bound = peak + params.temperature * math.log(params.min_p)
+        # Lower by more than float32 rounds: which of them pass is decided on their weights.
+        bound -= 1e-6 * (abs(peak) + abs(bound))
+        return np.flatnonzero(row >= np.float32(max(bound, _LOWEST)))
     return None
 
 

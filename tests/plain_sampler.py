@@ -1,0 +1,66 @@
+"""The oracle: what sampling means, one token after the other, nothing optimised."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.executor import SamplingInput
+from engine.sampling_params import SamplingParams
+
+Row = npt.NDArray[np.float32]
+
+
+def plain_adjusted(row: Row, sampling: SamplingInput) -> list[float]:
+    params, prompt, output = sampling.params, sampling.prompt_token_ids, sampling.output_token_ids
+    adjusted = []
+    for token_id, raw in enumerate(row.tolist()):
+        logit = raw
+        if len(output) < params.min_tokens and token_id in params.stop_token_ids:
+            logit = -math.inf
+        logit += params.logit_bias.get(token_id, 0.0)
+        if token_id in prompt or token_id in output:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        count = list(output).count(token_id)
+        logit -= params.frequency_penalty * count
+        logit -= params.presence_penalty * (count > 0)
+        adjusted.append(logit)
+    return adjusted
+
+
+def plain_kept(logits: Sequence[float], params: SamplingParams) -> list[tuple[int, float]]:
+    """(token id, probability) of what is left, most probable first."""
+    line = sorted(range(len(logits)), key=lambda t: (-logits[t], t))
+    peak = logits[line[0]]
+    kept = [(t, math.exp((logits[t] - peak) / params.temperature)) for t in line]
+    kept = [(t, w) for t, w in kept if w > 0 and w >= params.min_p]
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    total = math.fsum(w for _, w in kept)
+    nucleus: list[tuple[int, float]] = []
+    for t, w in kept:
+        nucleus.append((t, w))
+        if params.top_p < 1.0 and math.fsum(w for _, w in nucleus) >= params.top_p * total:
+            break
+    total = math.fsum(w for _, w in nucleus)
+    return [(t, w / total) for t, w in nucleus]
+
+
+def plain_token(row: Row, sampling: SamplingInput, u: float) -> int:
+    logits = plain_adjusted(row, sampling)
+    if sampling.params.is_greedy:
+        return min(range(len(logits)), key=lambda t: (-logits[t], t))
+    kept = plain_kept(logits, sampling.params)
+    end = 0.0
+    for t, p in kept:
+        end += p
+        if u < end:
+            return t
+    return kept[-1][0]
+
+
+def plain_logprobs(row: Row) -> list[float]:
+    peak = float(row.max())
+    normalizer = peak + math.log(math.fsum(math.exp(x - peak) for x in row.tolist()))
+    return [max(x - normalizer, -9999.0) for x in row.tolist()]
