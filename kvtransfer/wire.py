@@ -4,8 +4,6 @@ Everything from the wire is checked here: what makes no sense is a ValueError, w
 INVALID_ARGUMENT (from a consumer) or as a lost holder.
 """
 
-import math
-
 from engine.kvcache.block_hash import HASH_SIZE, BlockHash
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import (
@@ -59,7 +57,7 @@ def _open_to_wire(message: Open) -> exchange_pb2.Open:
         request_id=message.request_id,
         consumer_instance_id=message.consumer_instance_id,
         fingerprint=message.fingerprint,
-        timeout_ms=math.ceil(message.timeout_s * 1000),
+        timeout_ms=_milliseconds(message.timeout_s),
     )
     match message.source:
         case PrefillSource() as source:
@@ -131,7 +129,7 @@ def response_to_wire(message: HolderMessage) -> exchange_pb2.HandoffResponse:
             accepted = exchange_pb2.Accepted(
                 num_cached_tokens=message.num_cached_tokens,
                 num_blocks=message.num_blocks,
-                lease_ms=math.ceil(message.lease_s * 1000),
+                lease_ms=_milliseconds(message.lease_s),
                 pool=_handle_to_wire(message.pool),
             )
             return exchange_pb2.HandoffResponse(accepted=accepted)
@@ -201,3 +199,8 @@ def _handle_from_wire(wire: exchange_pb2.PoolHandle) -> PoolHandle:
     return PoolHandle(
         wire.instance_id, wire.kind, wire.raw, wire.offset, wire.size, wire.bytes_per_block, wire.fingerprint
     )
+
+
+def _milliseconds(seconds: float) -> int:
+    """0 means "the default": what is above it stays above."""
+    return max(1, round(seconds * 1000)) if seconds > 0 else 0
