@@ -13,19 +13,20 @@ Row = npt.NDArray[np.float32]
 
 
 def plain_adjusted(row: Row, sampling: SamplingInput) -> list[float]:
+    """Logits are float32, and stay so after every step: else equals would not stay equals."""
     params, prompt, output = sampling.params, sampling.prompt_token_ids, sampling.output_token_ids
     adjusted = []
-    for token_id, raw in enumerate(row.tolist()):
-        logit = raw
+    for token_id, logit in enumerate(row):
         if len(output) < params.min_tokens and token_id in params.stop_token_ids:
-            logit = -math.inf
-        logit += params.logit_bias.get(token_id, 0.0)
+            logit = np.float32(-math.inf)
+        logit += np.float32(params.logit_bias.get(token_id, 0.0))
         if token_id in prompt or token_id in output:
-            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+            bent = float(logit) / params.repetition_penalty if logit > 0 else float(logit) * params.repetition_penalty
+            logit = np.float32(bent)
         count = list(output).count(token_id)
-        logit -= params.frequency_penalty * count
-        logit -= params.presence_penalty * (count > 0)
-        adjusted.append(logit)
+        logit -= np.float32(params.frequency_penalty) * np.float32(count)
+        logit -= np.float32(params.presence_penalty) * np.float32(count > 0)
+        adjusted.append(float(logit))
     return adjusted
 
 
