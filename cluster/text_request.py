@@ -140,8 +140,10 @@ class SequencePlanner:
             )
         else:
             token_ids = list(request.prompt)
-            for token_id in token_ids:
-                self._check_token_id(token_id, request.prompt_field)
+            # Not one by one: prompts can be long, and nearly all are right. One too long is refused for its length.
+            if token_ids and len(token_ids) <= self._model.max_model_len:
+                self._check_token_id(min(token_ids), request.prompt_field)
+                self._check_token_id(max(token_ids), request.prompt_field)
         if not token_ids:
             field_name = request.prompt_field
             raise InvalidRequest(f"{field_name} is empty: it must have at least one token", param=field_name)

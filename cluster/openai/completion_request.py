@@ -22,22 +22,23 @@ def _prompts(value: Any) -> Any:
         raise wrong("must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
     if not value:
         raise wrong("must not be an empty list")
-    if all(_is_token_id(item) for item in value):
+    if _are_token_ids(value):
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
         raise wrong(f"must have at most {MAX_PROMPTS} prompts, not {len(value)}")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
     for item in value:
-        if not isinstance(item, list) or not all(_is_token_id(token_id) for token_id in item):
+        if not isinstance(item, list) or not _are_token_ids(item):
             raise wrong(f"must hold only strings, only token ids, or only lists of token ids, not {shorten(value)}")
         if not item:
             raise wrong("must not hold an empty list of token ids")
     return tuple(tuple(item) for item in value)
 
 
-def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_token_ids(values: list[Any]) -> bool:
+    # The exact type: true and false are integers to Python. In C, because prompts can be long.
+    return set(map(type, values)) <= {int}
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
