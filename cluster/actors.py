@@ -81,7 +81,7 @@ class WorkerActor:
     def __init__(self, planned: PlannedWorker, *, on_node_address: bool, log_level: str) -> None:
         logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
         # gRPC's own lines on every connection that ends; before it is imported.
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         self._planned = planned
         self._on_node_address = on_node_address
         self._worker: Worker | None = None

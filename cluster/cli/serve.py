@@ -69,7 +69,7 @@ def serve(
         raise CommandError(*exc.problems, exit_code=MISUSED) from exc
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     # gRPC's own lines on every connection that ends; before it is imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     asyncio.run(_serve(config, plan))
 
 
@@ -84,13 +84,15 @@ async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
             notes.print("Ending: requests in flight may finish. Ctrl-C once more ends at once.")
         told_to_stop.set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    def take_signals() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+    take_signals()
     # Here, not above: the other commands need not wait for it.
     from cluster.cli.serving import Serving
 
-    serving = Serving(config, plan)
+    serving = Serving(config, plan, on_ray_started=take_signals)
     try:
         with notes.status(f"Starting {_count(plan)} of {config.model_name}"):
             started = await _start_unless(told_to_stop, serving)

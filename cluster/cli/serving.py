@@ -6,8 +6,9 @@ way round: the gateway takes no more requests and lets those in flight end, the 
 """
 
 import asyncio
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import httpx
 
@@ -25,14 +26,21 @@ if TYPE_CHECKING:
 
 # Of the first request, beside what may be prefilled on the decode worker: enough to go the long way.
 _FIRST_TOKENS = 8
+# For answers to be cut off in words, when all shall end at once.
+_HURRY_S = 0.5
 
 
 class Serving:
-    """One cluster, from `start` to `stop`."""
+    """One cluster, from `start` to `stop`.
 
-    def __init__(self, config: ClusterConfig, plan: WorkerPlan) -> None:
+    Args:
+        on_ray_started: called once; Ray takes over the signals of whoever starts it, who may want them back.
+    """
+
+    def __init__(self, config: ClusterConfig, plan: WorkerPlan, on_ray_started: Callable[[], None]) -> None:
         self._config = config
         self._plan = plan
+        self._on_ray_started = on_ray_started
         self.membership = Membership(
             RouterConfig(max_local_prefill_tokens=config.max_local_prefill_tokens),
             LinkConfig(channel=ChannelConfig(config.keepalive_s, keepalive_timeout_s=2 * config.keepalive_s)),
@@ -57,6 +65,7 @@ class Serving:
             ValueError: the model has no tokenizer that can be read, or workers do not fit each other.
             ServerError: the first request failed.
         """
+        _require_free(self._config.host, self._config.grpc_listen_port)
         tasks = [asyncio.create_task(self.gateway.start())]
         # It has bound its port when it first waits, or failed: not worth starting Ray for.
         await asyncio.sleep(0)
@@ -73,8 +82,7 @@ class Serving:
 
     async def stop(self, at_once: asyncio.Event) -> None:
         """Ends everything, whatever `start` has got to; once `at_once` is set, without waiting."""
-        await _unless(at_once, self.gateway.stop())
-        await _unless(at_once, self.membership.close())
+        await self._stop_gateway(at_once)
         if self._ray is None:
             return
         # Ray starts in a thread, which cannot be told to leave off.
@@ -85,10 +93,25 @@ class Serving:
             await self._fleet.stop(0.0 if at_once.is_set() else self._config.shutdown_timeout_s)
         await asyncio.to_thread(actors.disconnect)
 
+    async def _stop_gateway(self, at_once: asyncio.Event) -> None:
+        hurry = asyncio.create_task(at_once.wait())
+        ending = asyncio.create_task(self.gateway.stop())
+        # Requests that go on for too long lose their workers before the gateway cuts their connections: so their
+        # clients are told what has happened.
+        patience_s = 0.8 * self._config.shutdown_timeout_s
+        await asyncio.wait((ending, hurry), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        await self.membership.close()
+        await asyncio.wait((ending,), timeout=_HURRY_S if at_once.is_set() else None)
+        if not ending.done():
+            ending.cancel()
+        await asyncio.gather(ending, return_exceptions=at_once.is_set())
+
     async def _start_workers(self) -> None:
         config = self._config
         self._ray = asyncio.ensure_future(asyncio.to_thread(self._connect_ray))
         await asyncio.shield(self._ray)
+        self._on_ray_started()
         from cluster.actors import Fleet
 
         self._fleet = Fleet(
@@ -119,13 +142,9 @@ class Serving:
                 pass
 
 
-async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, but leaves off when the event is set."""
-    task, called_off = asyncio.create_task(work), asyncio.create_task(event.wait())
-    await asyncio.wait((task, called_off), return_when=asyncio.FIRST_COMPLETED)
-    called_off.cancel()
-    if task.done():
-        task.result()
-    else:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+def _require_free(host: str, port: int) -> None:
+    """Tries the port of gRPC, which is bound last: in use, it shall be known first."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as exc:
+        raise OSError(exc.errno, f"cannot listen on port {port} for gRPC: {exc.strerror}") from exc
