@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine.attention import cpu_kernels
+from engine.attention import cpu_copies, cpu_kernels
 from engine.attention.backend import AttentionMetadata
 from engine.attention.cpu_kernels import LayerGeometry
 
@@ -57,10 +57,9 @@ class CpuBackend:
         # Nothing below checks bounds, and a pool is shared memory. Read as unsigned, a negative slot is a large one.
         largest = int(slot_mapping.view(np.uint64).max(initial=0))
         assert largest < num_slots, f"slot {largest} in a pool of {num_slots}"
-        dtype = pool_layer_kv.dtype
-        cpu_kernels.write_kv(
-            _flat(pool_layer_kv), _as_numpy(k.to(dtype)), _as_numpy(v.to(dtype)), slot_mapping, geometry
-        )
+        # Contiguous: to numba, a view of a fused projection is another type, that is, another kernel to compile.
+        k, v = (x.to(pool_layer_kv.dtype).contiguous() for x in (k, v))
+        cpu_copies.write_kv(_flat(pool_layer_kv), _as_numpy(k), _as_numpy(v), slot_mapping, geometry)
 
     def attend(
         self,
@@ -141,7 +140,7 @@ class CpuBackend:
         if self._gathered.dtype != dtype or len(self._gathered) < size:
             self._gathered = torch.empty(size, dtype=dtype)
         gathered = self._gathered[:size].view(shape)
-        cpu_kernels.gather_kv(kv, plan.metadata.block_tables[r], first_key, geometry, _as_numpy(gathered))
+        cpu_copies.gather_kv(kv, plan.metadata.block_tables[r], first_key, geometry, _as_numpy(gathered))
 
         mask = None
         if window is not None or num_queries != num_keys:

@@ -49,12 +49,13 @@ class LayerGeometry(NamedTuple):
     head_stride: int
 
 
-def _kernel(function: Callable[P, R]) -> Callable[P, R]:
+def kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """Compiled on its first call with arguments of some types, kept on disk; runs without the GIL."""
     compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH)(function)
     return cast("Callable[P, R]", compiled)
 
 
-def _parallel_kernel(function: Callable[P, R]) -> Callable[P, R]:
+def parallel_kernel(function: Callable[P, R]) -> Callable[P, R]:
     compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH, parallel=True)(
         function
     )
@@ -103,7 +104,7 @@ def _maximum(x: Array) -> Any:
     return largest
 
 
-@_kernel
+@kernel
 def _exp(x: Any) -> Any:
     """e^x for x <= 0 within 2e-7 (relative), in plain arithmetic, so that a loop of it vectorizes."""
     if x < np.float32(-87.0):  # written so that NaN passes
@@ -122,13 +123,13 @@ def _exp(x: Any) -> Any:
     return p * np.uint32(np.uint32(np.int32(exponent) + np.int32(127)) << np.uint32(23)).view(np.float32)
 
 
-@_kernel
+@kernel
 def _prefetch_rows(kv: Array, start: int, num_elements: int) -> None:
     for line in range(num_elements * kv.itemsize // 64):
         _prefetch(kv, start, line)
 
 
-@_kernel
+@kernel
 def _score_rows(
     q: Array, kv: Array, start: int, following: int, num_rows: int, first_head: int, scores: Array, column: int
 ) -> None:
@@ -175,7 +176,7 @@ def _score_rows(
         t += 1
 
 
-@_kernel
+@kernel
 def _add_weighted_rows(
     weights: Array, column: int, kv: Array, start: int, following: int, num_rows: int, first_head: int, acc: Array
 ) -> None:
@@ -217,7 +218,7 @@ def _add_weighted_rows(
         t += 1
 
 
-@_kernel
+@kernel
 def _softmax_rows(scores: Array) -> None:
     for h in range(scores.shape[0]):
         row = scores[h]
@@ -231,7 +232,7 @@ def _softmax_rows(scores: Array) -> None:
             row[i] *= inverse
 
 
-@_kernel
+@kernel
 def _attend_heads(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
     out: Array, r: int, first_kv_head: int, num_kv_heads: int,
@@ -289,7 +290,7 @@ def _attend_heads(
         position += num_rows
 
 
-@_kernel
+@kernel
 def decode_attention(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
     out: Array,
@@ -309,7 +310,7 @@ def decode_attention(
         _attend_heads(q, kv, tables, context_lens, window, scale, geometry, out, r, 0, num_kv_heads)
 
 
-@_parallel_kernel
+@parallel_kernel
 def decode_attention_parallel(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
     out: Array, order: Array, kv_heads_per_task: int,
@@ -325,46 +326,3 @@ def decode_attention_parallel(
         r = order[task // tasks_per_request]
         k = (task % tasks_per_request) * kv_heads_per_task
         _attend_heads(q, kv, tables, context_lens, window, scale, geometry, out, r, k, kv_heads_per_task)
-
-
-@_kernel
-def write_kv(kv: Array, k: Array, v: Array, slot_mapping: Array, geometry: LayerGeometry) -> None:
-    """Puts the keys and values of tokens into their slots.
-
-    Args:
-        kv: the layer, flat.
-        k, v: [num_tokens, num_kv_heads, head_dim], any strides, kv's dtype.
-        slot_mapping: [num_tokens] int64.
-    """
-    for i in range(len(slot_mapping)):
-        block_id, slot = divmod(slot_mapping[i], geometry.block_size)
-        for h in range(geometry.num_kv_heads):
-            key = block_id * geometry.block_stride + h * geometry.head_stride + slot * geometry.head_dim
-            value = key + geometry.side_stride
-            for d in range(geometry.head_dim):
-                kv[key + d] = k[i, h, d]
-                kv[value + d] = v[i, h, d]
-
-
-@_kernel
-def gather_kv(kv: Array, table: Array, first: int, geometry: LayerGeometry, out: Array) -> None:
-    """Copies a request's keys and values, from position `first` on, out of their blocks.
-
-    Args:
-        kv: the layer, flat.
-        table: [max_blocks] int32.
-        out: [2, num_kv_heads, num_keys, head_dim], contiguous, kv's dtype.
-    """
-    num_keys, head_dim = out.shape[2], geometry.head_dim
-    done = 0
-    while done < num_keys:
-        slot = (first + done) % geometry.block_size
-        num_rows = min(geometry.block_size - slot, num_keys - done)
-        block = int(table[(first + done) // geometry.block_size]) * geometry.block_stride
-        for side in range(2):
-            for h in range(geometry.num_kv_heads):
-                start = block + side * geometry.side_stride + h * geometry.head_stride + slot * head_dim
-                rows = out[side, h, done : done + num_rows].reshape(num_rows * head_dim)
-                for i in range(num_rows * head_dim):
-                    rows[i] = kv[start + i]
-        done += num_rows
