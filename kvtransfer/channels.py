@@ -15,6 +15,7 @@ _UNLIMITED: Options = [
 _KEEPALIVE: Options = [
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 4000),
+    ("grpc.http2.ping_timeout_ms", 4000),  # without it an unanswered keepalive is given a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

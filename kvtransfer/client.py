@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 
 import grpc
 
-from kvtransfer.channels import CHANNEL_OPTIONS
+from kvtransfer.channels import CHANNEL_OPTIONS, Options
 from kvtransfer.errors import Code
 from kvtransfer.events import StreamEnded
 from kvtransfer.messages import ConsumerMessage, HolderMessage
@@ -29,8 +29,9 @@ class GrpcTransport:
     that no failure outlasts its cause.
     """
 
-    def __init__(self, idle_s: float = IDLE_S) -> None:
+    def __init__(self, *, idle_s: float = IDLE_S, options: Options = CHANNEL_OPTIONS) -> None:
         self._idle_s = idle_s
+        self._options = options
         self._current: dict[str, _PeerChannel] = {}  # by address, for new streams
         self._channels: set[_PeerChannel] = set()  # all that are open
         self._tasks: set[asyncio.Task[None]] = set()
@@ -42,7 +43,7 @@ class GrpcTransport:
     def connect(self, address: str, timeout_s: float, listener: Listener) -> "GrpcStream":
         peer = self._current.get(address)
         if peer is None:
-            peer = self._current[address] = _PeerChannel(address)
+            peer = self._current[address] = _PeerChannel(address, self._options)
             self._channels.add(peer)
         peer.use()
         stream = GrpcStream(peer.channel, timeout_s, listener)
@@ -90,9 +91,9 @@ class GrpcTransport:
 
 
 class _PeerChannel:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, options: Options) -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = grpc.aio.insecure_channel(address, options=options)
         self.num_streams = 0
         self._timer: asyncio.TimerHandle | None = None  # while it is unused
 

@@ -35,7 +35,7 @@ class HolderPort(Protocol):
         Reports, in this order: at most one `Started` when it is first scheduled; `Filled` after each chunk, whose
         blocks have been pinned once each on behalf of the hand-off, in order and without holes within a group, starting
         at block 0 (or at skip_blocks: what lies below is let go again) and ending with the partial last block;
-        `Computed`. Or `Failed`, at any time. A block may be reported a second time (with a pin of its own) when the
+        `Computed`. Or `Failed`, at any time (`refused` if the engine did not take it at all). A block may be reported a second time (with a pin of its own) when the
         request was preempted and recomputed.
 
         Raises:

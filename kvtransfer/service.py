@@ -35,6 +35,8 @@ class KvExchangeService(exchange_pb2_grpc.KvExchangeServicer):
             holding.stream_ended(Code.CANCELLED, "the stream to the consumer is gone")
             reader.cancel()
             await asyncio.wait([reader])
+        if not reader.cancelled():
+            reader.result()
         if said.code is not Code.OK:
             await context.abort(STATUS[said.code], said.message)
 
@@ -65,9 +67,10 @@ async def _read(context: Context, holding: Holding, stream: "_Outgoing") -> None
             holding.pulled(message)
     except ValueError as error:
         holding.post(Failed(Code.INVALID_ARGUMENT, str(error)))
-        return
-    holding.stream_ended(Code.CANCELLED, "the consumer ended the stream")
-    stream.close(Code.CANCELLED, "the consumer ended the stream")
+    finally:
+        # However reading ended, nobody is left to be confirmed. What the holder has closed already stays as it is.
+        holding.stream_ended(Code.CANCELLED, "the consumer ended the stream")
+        stream.close(Code.CANCELLED, "the consumer ended the stream")
 
 
 class _Outgoing:

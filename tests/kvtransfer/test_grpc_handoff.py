@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -141,6 +142,28 @@ async def test_a_killed_holder_is_lost_at_once_with_what_it_confirmed(
     assert lost is not None
     assert (lost.code, lost.num_confirmed_blocks) == (Code.UNAVAILABLE, 2)
     assert len(puller.pools) == 0, "its pool is not mapped any more"
+
+
+async def test_a_frozen_holder_is_lost_when_it_misses_its_keepalives(holder_process: HolderProcess) -> None:
+    # The times of CHANNEL_OPTIONS, twenty times as fast.
+    fast = [
+        (name, value // 20 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in CHANNEL_OPTIONS
+    ]
+    assert sorted(value for name, value in fast if "keepalive_time" in name or "ping_timeout" in name) == [
+        100,
+        200,
+        200,
+    ]
+    memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
+    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), GrpcTransport(options=fast))
+    puller.pull(holder_process.address, an_open(), [TABLE])
+    await two_blocks_committed(puller)
+    holder_process.process.send_signal(signal.SIGSTOP)
+    await over(puller)
+    lost = engine_of(puller).lost
+    assert lost is not None
+    assert (lost.code, lost.num_confirmed_blocks) == (Code.UNAVAILABLE, 2)
+    await puller.close()
 
 
 async def test_a_holder_restarted_at_its_address_serves_the_next_hand_off(
