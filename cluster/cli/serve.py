@@ -153,6 +153,7 @@ def curl_line(base_url: str, model: str) -> str:
         "model": model,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 64,
+        "temperature": 0,
     }
     return (
         f"curl {shlex.quote(f'{base_url}/v1/chat/completions')} -H 'Content-Type: application/json' "
