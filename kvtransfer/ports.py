@@ -35,8 +35,9 @@ class HolderPort(Protocol):
         Reports, in this order: at most one `Started` when it is first scheduled; `Filled` after each chunk, whose
         blocks have been pinned once each on behalf of the hand-off, in order and without holes within a group, starting
         at block 0 (or at skip_blocks: what lies below is let go again) and ending with the partial last block;
-        `Computed`. Or `Failed`, at any time (`refused` if the engine did not take it at all). A block may be reported a second time (with a pin of its own) when the
-        request was preempted and recomputed.
+        `Computed`. Or `Failed`, at any time (`refused` if the engine did not take it at all).
+
+        A block may be reported a second time, with a pin of its own, when the request was preempted and recomputed.
 
         Raises:
             HandoffRefused: at once, when the worker does not take it (draining, full, too long); nothing is queued.
@@ -67,8 +68,8 @@ class HolderPort(Protocol):
 class ConsumerPort(Protocol):
     """A worker's engine, as consumer.
 
-    For every hand-off exactly one of `committed`, `holder_lost` and `ended` is called, as its last event. From then on
-    no copy is in flight into the request's blocks, and none will be.
+    For every hand-off exactly one of `committed`, `holder_lost` and `ended` is called, as its last event; `ended` if
+    the worker aborted it. From then on no copy is in flight into the request's blocks, and none will be.
     """
 
     def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:

@@ -67,12 +67,18 @@ class Pulling:
         self.consumer = consumer
         self.address = address
         self._puller = puller
+        self._is_aborted = False
         self._driver: Driver[ConsumerEvent, ConsumerAction] = Driver(consumer, self._act)
         self.post = self._driver.post
         self._stream = puller.transport.connect(address, consumer.open.timeout_s, self._heard)
 
     def start(self) -> None:
         self._driver.start()
+
+    def abort(self) -> None:
+        """The port hears `ended` and nothing else of its end, even if another end was on the way."""
+        self._is_aborted = True
+        self.post(AbortRequested())
 
     def _heard(self, event: HolderMessage | StreamEnded) -> None:
         if isinstance(event, StreamEnded) and event.code is Code.UNAVAILABLE:
@@ -94,19 +100,23 @@ class Pulling:
                 port.first_token(request_id, action.token, action.complete)
             case CommitBlocks():
                 port.commit_blocks(request_id, action.num_blocks)
-            case Commit():
-                self._puller.counters.committed += 1
-                self._puller.counters.stale_blocks += action.result.num_stale_blocks
-                self._puller.ended(self)
-                port.committed(request_id, action.result)
-            case LoseHolder():
-                self._puller.counters.lost[action.lost.code] += 1
-                self._puller.ended(self)
-                port.holder_lost(request_id, action.lost)
-            case End():
-                self._puller.counters.aborted += 1
-                self._puller.ended(self)
-                port.ended(request_id)
+            case Commit() | LoseHolder() | End():
+                self._end(action)
+
+    def _end(self, action: Commit | LoseHolder | End) -> None:
+        port, counters = self._puller.port, self._puller.counters
+        request_id = self.consumer.open.request_id
+        self._puller.ended(self)
+        if isinstance(action, End) or self._is_aborted:
+            counters.aborted += 1
+            port.ended(request_id)
+        elif isinstance(action, Commit):
+            counters.committed += 1
+            counters.stale_blocks += action.result.num_stale_blocks
+            port.committed(request_id, action.result)
+        else:
+            counters.lost[action.lost.code] += 1
+            port.holder_lost(request_id, action.lost)
 
     def _copy(self, copy: Copy) -> None:
         try:
@@ -185,11 +195,11 @@ class Puller:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request's hand-off. Whether there is one: if so, the port's `ended` is called when no copy is in
-        flight any more (perhaps before this returns); if not, the request's blocks are free to go."""
+        flight any more (perhaps before this returns); if not, the request's blocks are free to go. Idempotent."""
         pulling = self._pullings.get(request_id)
         if pulling is None:
             return False
-        pulling.post(AbortRequested())
+        pulling.abort()
         return True
 
     async def close(self) -> None:

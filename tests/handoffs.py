@@ -111,6 +111,10 @@ class FakeConsumerEngine:
     def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
         self.first_tokens.append(token)
         self.changed.set()
+        self.on_first_token()
+
+    def on_first_token(self) -> None:
+        """For tests that do something at once."""
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:
         assert num_blocks > self.num_committed_blocks

@@ -209,6 +209,20 @@ async def test_an_abort_ends_both_sides_and_what_comes_late_is_given_back(pair: 
     assert pair.provider.counters.ends[HolderEnd.STREAM] == pair.puller.counters.aborted == 1
 
 
+async def test_a_request_that_ends_with_its_first_token_is_aborted_from_within(pair: Pair) -> None:
+    aborts: list[bool] = []
+    pair.engine.on_first_token = lambda: aborts.append(pair.puller.abort("request-1"))  # type: ignore[method-assign]
+    await pair.open()
+    pair.holder_engine.fill("handoff-1", 0, [5, 6, 7], 10)
+    await pair.until(lambda: pair.engine.num_committed_blocks == 3)
+    pair.holder_engine.compute("handoff-1", 10)
+    await pair.over()
+    assert aborts == [True]
+    assert (pair.engine.num_ended, pair.engine.result) == (1, None), "the commit was on its way already"
+    assert pair.puller.counters.aborted == 1
+    await pair.holder_is_whole()
+
+
 async def test_another_fingerprint_is_refused_before_anything_is_reserved(pair: Pair) -> None:
     pair.puller.pull(pair.address, an_open(fingerprint=b"x" * 16), [TABLE])
     lost = await pair.lost()
