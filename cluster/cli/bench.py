@@ -104,4 +104,5 @@ def _print(console: Console, report: LoadReport, config: LoadConfig) -> None:
         f"{report.duration_s:,.1f} s · {report.output_tokens:,} tokens out, {report.prompt_tokens:,} in "
         f"({cached:.0%} cached)",
         highlight=False,
+        soft_wrap=True,
     )

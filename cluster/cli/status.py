@@ -114,7 +114,7 @@ def _print(console: Console, base_url: str, ready: bool, rows: Iterable[WorkerRo
     # Narrow enough for a terminal of 80 columns.
     table = Table(title=f"{base_url} · {'ready' if ready else 'not ready'}", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("worker", no_wrap=True)
-    for name in ("running", "waiting", "moving", "free", "cached", "active", "in use", "hits", "preempted"):
+    for name in ("run", "wait", "move", "free", "cached", "active", "in use", "hits", "preempted"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         counts = (row.running, row.waiting, row.transferring, row.free_blocks, row.cached_blocks, row.active_blocks)
