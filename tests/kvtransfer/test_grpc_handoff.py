@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from handoffs import LAYOUT, TOKEN, FakeConsumerEngine, FakeHolderEngine, an_open, pool_handle, prefill
-from kvtransfer.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
+from kvtransfer.channels import CHANNEL_OPTIONS, SERVER_OPTIONS, Options
 from kvtransfer.client import GrpcTransport
 from kvtransfer.errors import Code
 from kvtransfer.holder import HolderEnd
@@ -29,16 +29,27 @@ TABLE = (9, 10, 3, 4)
 Call = grpc.aio.StreamStreamCall[exchange_pb2.HandoffRequest, exchange_pb2.HandoffResponse]
 
 
+# The times of CHANNEL_OPTIONS and SERVER_OPTIONS, twenty times as fast.
+FAST_CHANNEL_OPTIONS, FAST_SERVER_OPTIONS = (
+    [(name, value // 20 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in options]
+    for options in (CHANNEL_OPTIONS, SERVER_OPTIONS)
+)
+
+
+def start_process(script: str, argument: str) -> subprocess.Popen[str]:
+    tests = Path(__file__).parents[1]
+    path = f"{tests.parent}:{tests.parent / 'proto'}:{tests}"
+    return subprocess.Popen(
+        [sys.executable, Path(__file__).with_name(script), argument],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
 class HolderProcess:
     def __init__(self, port: int = 0) -> None:
-        tests = Path(__file__).parents[1]
-        path = f"{tests.parent}:{tests.parent / 'proto'}:{tests}"
-        self.process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("holder_process.py"), str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        self.process = start_process("holder_process.py", str(port))
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.address = f"127.0.0.1:{self.port}"
@@ -66,10 +77,10 @@ async def puller() -> AsyncIterator[Puller]:
 class Server:
     """A holder in this process, and a bare stub to talk to it."""
 
-    def __init__(self, times: HandoffTimes | None = None) -> None:
+    def __init__(self, times: HandoffTimes | None = None, options: Options = SERVER_OPTIONS) -> None:
         self.engine = FakeHolderEngine()
         self.provider = Provider(HolderPool(pool_handle(), LAYOUT), self.engine, times)
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.server = grpc.aio.server(options=options)
         exchange_pb2_grpc.add_KvExchangeServicer_to_server(  # type: ignore[no-untyped-call]
             KvExchangeService(self.provider), self.server
         )
@@ -145,17 +156,8 @@ async def test_a_killed_holder_is_lost_at_once_with_what_it_confirmed(
 
 
 async def test_a_frozen_holder_is_lost_when_it_misses_its_keepalives(holder_process: HolderProcess) -> None:
-    # The times of CHANNEL_OPTIONS, twenty times as fast.
-    fast = [
-        (name, value // 20 if name.endswith(("time_ms", "timeout_ms")) else value) for name, value in CHANNEL_OPTIONS
-    ]
-    assert sorted(value for name, value in fast if "keepalive_time" in name or "ping_timeout" in name) == [
-        100,
-        200,
-        200,
-    ]
     memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
-    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), GrpcTransport(options=fast))
+    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), GrpcTransport(options=FAST_CHANNEL_OPTIONS))
     puller.pull(holder_process.address, an_open(), [TABLE])
     await two_blocks_committed(puller)
     holder_process.process.send_signal(signal.SIGSTOP)
@@ -197,8 +199,27 @@ async def test_a_channel_is_shared_kept_while_used_and_closed_when_it_is_not(ser
         await over(puller)
     async with asyncio.timeout(10):
         while transport.num_channels:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)  # the loop goes round
     await puller.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_consumer_that_is_killed_or_frozen_holds_no_block(how: signal.Signals) -> None:
+    server = Server(options=FAST_SERVER_OPTIONS)
+    await server.server.start()
+    with start_process("consumer_process.py", server.address) as consumer:
+        try:
+            async with asyncio.timeout(10):
+                await server.engine.asked.wait()
+            consumer.send_signal(how)
+            server.engine.fill("handoff-1", 0, [5, 6], 8)
+            async with asyncio.timeout(10):
+                await server.provider.wait_idle()
+            assert server.engine.num_pins == 0
+            assert server.provider.counters.ends[HolderEnd.STREAM] == 1
+        finally:
+            consumer.kill()
+    await server.stop()
 
 
 async def test_a_holder_that_stops_serving_is_lost(server: Server, puller: Puller) -> None:
