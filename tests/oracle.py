@@ -29,6 +29,17 @@ class Oracle:
         return answer[:n]
 
     @torch.inference_mode()
+    def best_next(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
+        """The best token at the place of each of `token_ids`, given all before it.
+
+        `token_ids` are the greedy tokens just if they are equal to these (each is, if those before it are): the same
+        check as `reference_greedy`, in one forward pass.
+        """
+        logits = self.logits([*prompt_ids, *token_ids[:-1]])[len(prompt_ids) - 1 :]
+        best: list[int] = logits.argmax(-1).tolist()
+        return best
+
+    @torch.inference_mode()
     def _generate(self, prompt_ids: list[int], n: int) -> list[int]:
         inputs = torch.tensor([prompt_ids])
         outputs = self._model.generate(

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.executor import SamplingInput
+from engine.sampling.uniform import position_key, uniform
 from engine.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
@@ -48,17 +49,17 @@ def plain_kept(logits: Sequence[float], params: SamplingParams) -> list[tuple[in
     return [(t, w / total) for t, w in nucleus]
 
 
-def plain_token(row: Row, sampling: SamplingInput, u: float) -> int:
+def plain_token(row: Row, sampling: SamplingInput) -> int:
     logits = plain_adjusted(row, sampling)
     if sampling.params.is_greedy:
         return min(range(len(logits)), key=lambda t: (-logits[t], t))
-    kept = plain_kept(logits, sampling.params)
-    end = 0.0
-    for t, p in kept:
-        end += p
-        if u < end:
-            return t
-    return kept[-1][0]
+    return plain_arrivals(plain_kept(logits, sampling.params), sampling)[0][1]
+
+
+def plain_arrivals(kept: Sequence[tuple[int, float]], sampling: SamplingInput) -> list[tuple[float, int]]:
+    """(time of arrival, token id), the first first."""
+    key = position_key(sampling.params.seed, sampling.position)
+    return sorted((-math.log1p(-uniform(key, t)) / p, t) for t, p in kept)
 
 
 def plain_logprobs(row: Row) -> list[float]:

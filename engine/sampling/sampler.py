@@ -11,7 +11,8 @@ from engine.executor import SampledToken, SamplingInput
 from engine.sampling.distribution import draw
 from engine.sampling.logprobs import with_logprobs
 from engine.sampling.penalties import adjust
-from engine.sampling.uniform import uniform
+from engine.sampling.race import first_to_arrive
+from engine.sampling.uniform import position_key
 
 
 class Sampler:
@@ -20,6 +21,8 @@ class Sampler:
     def __init__(self) -> None:
         # Fresh memory of this size would be mapped, page by page, for each row.
         self._scratch = np.empty(0, np.float64)
+        # The kernel is compiled, or read from disk, now and not for the first request.
+        first_to_arrive(np.zeros(1, np.int64), np.ones(1), 0)
 
     def sample(self, logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken]:
         """The next token of each row.
@@ -43,7 +46,8 @@ class Sampler:
         assert peak < math.inf, f"the largest logit is {peak}: the model is broken"
         # With every token masked (a tiny vocabulary of stop tokens) no distribution is left: the smallest id.
         if not params.is_greedy and peak > -math.inf:
-            token_id = draw(adjusted, params, uniform(params.seed, sampling.position), self._scratch)
+            key = position_key(params.seed, sampling.position)
+            token_id = draw(adjusted, params, key, self._scratch)
         if params.logprobs is None:
             return SampledToken(token_id)
         return with_logprobs(row, token_id, params.logprobs, self._scratch)
