@@ -19,7 +19,9 @@ def open_channel(address: str, config: ChannelConfig) -> grpc.aio.Channel:
     """A channel to `address`; connects when it is first used."""
     options = dict(CHANNEL_OPTIONS) | {
         "grpc.keepalive_time_ms": round(config.keepalive_s * 1000),
+        # The second ends a ping without an answer; the first alone would wait a minute for it.
         "grpc.keepalive_timeout_ms": round(config.keepalive_timeout_s * 1000),
+        "grpc.http2.ping_timeout_ms": round(config.keepalive_timeout_s * 1000),
     }
     return grpc.aio.insecure_channel(address, options=tuple(options.items()))
 

@@ -88,7 +88,7 @@ class Client:
 
 
 async def check_all_greedy(
-    client: Client, oracle: "Oracle", *, at_once: int = 1
+    client: Client, oracle: "Oracle", *, at_once: int = 4
 ) -> list[tuple[dict[str, Any], httpx.Response]]:
     """Every request's tokens against transformers'; the replies."""
     gate = asyncio.Semaphore(at_once)
