@@ -10,6 +10,7 @@ Ray carries no token and no block: it knows which processes there are to be, and
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Ray's least; nothing of ours goes through its object store.
 _OBJECT_STORE_BYTES = 80 << 20
+_REACH_S = 10.0
 
 
 class FleetError(Exception):
@@ -63,11 +65,30 @@ def connect(address: str, num_cpus: int) -> None:
         options |= {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
         # Ray would report about the machine to its makers.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    else:
+        _require_reachable(address)
     try:
         ray.init(**options)
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as exc:
-        what = "Ray did not start" if address == "local" else f"the Ray cluster at {address!r} cannot be joined"
-        raise FleetError(f"{what}: {_first_line(exc)}") from exc
+        if address == "local":
+            raise FleetError(f"Ray did not start: {_first_line(exc)}") from exc
+        if isinstance(exc.__cause__, RuntimeError) and "AuthenticationError" in str(exc.__cause__):
+            raise FleetError(
+                f"the Ray cluster at {address!r} does not take our token: "
+                "set RAY_AUTH_MODE=token, and have its ~/.ray/auth_token here"
+            ) from exc
+        raise FleetError(f"the Ray cluster at {address!r} cannot be joined: {_first_line(exc)}") from exc
+
+
+def _require_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        return  # "auto": Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as exc:
+        raise FleetError(f"nothing answers at the Ray address {address!r}") from exc
 
 
 def disconnect() -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
-from cluster.actors import Fleet, FleetError
+from cluster.actors import Fleet, FleetError, WorkerActor, connect
 from cluster.membership import Membership
 from cluster.worker_info import Role, WorkerInfo
 from cluster.worker_link import WorkerLink
@@ -109,3 +110,37 @@ async def test_cluster_without_room_is_named_with_what_was_asked(membership: Rec
     with pytest.raises(FleetError, match="no room for 1 workers of 1000 CPUs and 0 GPUs each; waited 1 s"):
         await fleet.start()
     await fleet.stop(timeout_s=1.0)
+
+
+class FailingWorker:
+    async def start(self) -> str:
+        return "127.0.0.1:1"
+
+    async def stop(self) -> None:
+        return
+
+    async def wait(self) -> None:
+        raise RuntimeError("the engine failed")
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_process_goes_with_a_worker_that_fails_but_not_with_one_that_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr("cluster.actors._make_worker", lambda planned: FailingWorker())
+    monkeypatch.setattr("os._exit", exits.append)
+    actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False, log_level="warning")
+    assert await actor.start() == "127.0.0.1:1"
+    if is_stopped:
+        await actor.stop()
+    await actor.wait()
+    assert exits == ([] if is_stopped else [1])
+
+
+def test_ray_address_where_nobody_answers_is_known_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(FleetError, match=f"^nothing answers at the Ray address '{address}'$"):
+            connect(address, num_cpus=1)
