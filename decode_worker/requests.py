@@ -6,25 +6,22 @@ after its abort. The engine frees blocks at an abort; so while a hand-off is ope
 own end (`ended`), when no copy is in flight.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from uuid import uuid4
 
 from decode_worker.outbox import Outbox
-from decode_worker.request import ActiveRequest, Stage
+from decode_worker.request import ActiveRequest, ActiveRequests, Stage
 from engine.engine import Engine
 from engine.errors import QueueFull
 from engine.executor import SampledToken
 from engine.outputs import ReceiveTarget, RequestOutput, StepResult
-from engine.request import Request
 from engine.sampling_params import FinishReason, finish_reason_after
 from kvtransfer.client import GrpcTransport
 from kvtransfer.errors import Code
 from kvtransfer.events import HandoffResult, HolderLost
 from kvtransfer.messages import CachedSource, Complete, Open, PrefillSource
 from kvtransfer.puller import Puller
-from kvtransfer.sampling_wire import sampling_params_from_wire
 from tandem.v1 import worker_pb2 as pb
 from worker.context import WorkerContext
 from worker.lender import CacheLender, cached_source
@@ -43,8 +40,7 @@ class DecodeRole(CacheLender):
         self._config = context.config
         self._clock = clock
         self._outbox = Outbox()
-        self._by_engine_id: dict[str, ActiveRequest] = {}
-        self._by_session: dict[Session, dict[str, ActiveRequest]] = {}
+        self._active = ActiveRequests(context.drain, self._out_of_time)
         self._num_submitted = 0
         self.puller = Puller(context.built.memory.buffer, context.layout, self, GrpcTransport(), times=context.times)
 
@@ -55,23 +51,27 @@ class DecodeRole(CacheLender):
     # --- SessionHandler
 
     def submit(self, session: Session, submit: pb.Submit) -> None:
-        refuse = session.refuse
         if self._context.drain.draining:
-            refuse(submit.request_id, Code.FAILED_PRECONDITION, "the worker is draining")
+            session.refuse(submit.request_id, Code.FAILED_PRECONDITION, "the worker is draining")
             return
-        if submit.request_id in self._by_session.get(session, {}):
-            refuse(submit.request_id, Code.ALREADY_EXISTS, f"request {submit.request_id} is in flight already")
+        if self._active.find(session, submit.request_id) is not None:
+            session.refuse(submit.request_id, Code.ALREADY_EXISTS, f"request {submit.request_id} is in flight already")
             return
+        self._num_submitted += 1
         try:
-            active, request = self._accept(session, submit)
+            active = ActiveRequest.from_submit(
+                submit,
+                session,
+                engine_id=f"{submit.request_id}#{self._num_submitted}",
+                vocab_size=self._context.built.vocab_size,
+                now=self._clock(),
+                default_timeout_s=self._config.request_timeout_s,
+            )
+            request = active.for_engine()
         except ValueError as exc:
-            refuse(submit.request_id, Code.INVALID_ARGUMENT, str(exc))
+            session.refuse(submit.request_id, Code.INVALID_ARGUMENT, str(exc))
             return
-        self._by_engine_id[active.engine_id] = active
-        self._by_session.setdefault(session, {})[active.request_id] = active
-        self._context.drain.enter()
-        timeout_s = active.deadline - active.submitted_at
-        active.timer = asyncio.get_running_loop().call_later(timeout_s, self._out_of_time, active)
+        self._active.add(active)
 
         def add(engine: Engine) -> None:
             try:
@@ -84,7 +84,7 @@ class DecodeRole(CacheLender):
         self._thread.post(add)
 
     def assign(self, session: Session, assign: pb.Assign) -> None:
-        active = self._by_session.get(session, {}).get(assign.request_id)
+        active = self._active.find(session, assign.request_id)
         if active is None or active.stage is not Stage.NEEDS_PREFILL:
             return
         if assign.HasField("prefill_worker"):
@@ -94,77 +94,29 @@ class DecodeRole(CacheLender):
 
     def abort_requests(self, session: Session, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            if (active := self._by_session.get(session, {}).get(request_id)) is not None:
+            if (active := self._active.find(session, request_id)) is not None:
                 self._drop(active)
 
     def session_ended(self, session: Session) -> None:
-        for active in list(self._by_session.get(session, {}).values()):
+        for active in self._active.of(session):
             self._drop(active)
-
-    def _accept(self, session: Session, submit: pb.Submit) -> tuple[ActiveRequest, Request]:
-        now = self._clock()
-        self._num_submitted += 1
-        prompt, resume = tuple(submit.prompt_token_ids), tuple(submit.resume_token_ids)
-        vocab_size = self._context.built.vocab_size
-        if (largest := max((*prompt, *resume), default=0)) >= vocab_size:
-            raise ValueError(f"token id {largest} is out of range: the vocabulary has {vocab_size}")
-        plan = submit.plan
-        active = ActiveRequest(
-            engine_id=f"{submit.request_id}#{self._num_submitted}",
-            request_id=submit.request_id,
-            session=session,
-            prompt_token_ids=prompt,
-            resume_token_ids=resume,
-            params=sampling_params_from_wire(submit.sampling_params),
-            cache_salt=submit.cache_salt,
-            priority=submit.priority,
-            plan=plan,
-            deadline=now + (submit.timeout_ms / 1000 or self._config.request_timeout_s),
-            submitted_at=now,
-        )
-        if plan.HasField("prefill_worker"):
-            active.prefill_worker = plan.prefill_worker
-        request = Request(
-            active.engine_id,
-            prompt,
-            active.params,
-            arrival_time=now,
-            cache_salt=active.cache_salt,
-            priority=active.priority,
-            resume_token_ids=resume,
-            receives_kv=plan.HasField("prefill_worker") or (plan.HasField("cached_on") and plan.num_cached_blocks > 0),
-        )
-        return active, request
 
     # --- ends
 
-    def _forget(self, active: ActiveRequest) -> bool:
-        """Takes a request out of the books; whether it was there."""
-        if self._by_engine_id.pop(active.engine_id, None) is None:
-            return False
-        requests = self._by_session[active.session]
-        del requests[active.request_id]
-        if not requests:
-            del self._by_session[active.session]
-        if active.timer is not None:
-            active.timer.cancel()
-        self._context.drain.leave()
-        return True
-
     def _drop(self, active: ActiveRequest) -> None:
         """Ends a request that the engine still has, without a word to its gateway."""
-        if not self._forget(active):
+        if not self._active.remove(active):
             return
         if not self.puller.abort(active.engine_id):  # else `ended` follows
             self.ended(active.engine_id)
 
     def _refuse(self, active: ActiveRequest, code: Code, message: str) -> None:
-        if active.engine_id in self._by_engine_id:
+        if active in self._active:
             active.session.refuse(active.request_id, code, message)
             self._drop(active)
 
     def _refused_by_engine(self, active: ActiveRequest, code: Code, message: str) -> None:
-        if self._forget(active):
+        if self._active.remove(active):
             active.session.refuse(active.request_id, code, message)
 
     def _out_of_time(self, active: ActiveRequest) -> None:
@@ -172,7 +124,7 @@ class DecodeRole(CacheLender):
 
     def on_failure(self, error: BaseException) -> None:
         message = f"decode worker {self._config.worker_id}: the engine failed: {type(error).__name__}: {error}"
-        for active in list(self._by_engine_id.values()):
+        for active in self._active:
             # Another worker may well do it: to the gateway this worker is lost.
             self._refuse(active, Code.UNAVAILABLE, message)
 
@@ -181,13 +133,13 @@ class DecodeRole(CacheLender):
     def on_step(self, result: StepResult) -> None:
         now = self._clock()
         for request_id in result.admitted:
-            if (active := self._by_engine_id.get(request_id)) is not None:
+            if (active := self._active.get(request_id)) is not None:
                 active.admitted_at = now
         for target in result.received_targets:
-            if (active := self._by_engine_id.get(target.request_id)) is not None:
+            if (active := self._active.get(target.request_id)) is not None:
                 self._receive(active, target)
         for output in result.outputs:
-            if (active := self._by_engine_id.get(output.request_id)) is not None:
+            if (active := self._active.get(output.request_id)) is not None:
                 self._decoded(active, output, now)
         self._outbox.flush()
 
@@ -196,11 +148,11 @@ class DecodeRole(CacheLender):
         if active.first_token_at is None:
             active.first_token_at = now
             cached = max(output.num_cached_tokens, active.num_pulled_tokens)
-            usage = self._usage(active, cached, output.num_cached_tokens)
+            usage = active.usage(cached, output.num_cached_tokens)
         stages = None
         if output.finish_reason is not None:
             stages = active.stages(now)
-            self._forget(active)
+            self._active.remove(active)
         self._outbox.add(
             active.session,
             active.request_id,
@@ -210,12 +162,6 @@ class DecodeRole(CacheLender):
             stages=stages,
             matched_token_id=output.matched_token_id,
         )
-
-    @staticmethod
-    def _usage(active: ActiveRequest, num_cached: int, num_local: int) -> pb.Usage:
-        # A resumed request's own earlier tokens are no part of its prompt.
-        limit = len(active.prompt_token_ids)
-        return pb.Usage(num_cached_tokens=min(num_cached, limit), num_local_cached_tokens=min(num_local, limit))
 
     # --- receiving
 
@@ -291,7 +237,7 @@ class DecodeRole(CacheLender):
 
     def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
         """To the client at once, past the engine: it is right by itself."""
-        active = self._by_engine_id.get(request_id)
+        active = self._active.get(request_id)
         if active is None:
             return
         now = self._clock()
@@ -313,7 +259,7 @@ class DecodeRole(CacheLender):
             active.request_id,
             token,
             finish_reason,
-            usage=self._usage(active, complete.num_cached_tokens, min(local, complete.num_cached_tokens)),
+            usage=active.usage(complete.num_cached_tokens, min(local, complete.num_cached_tokens)),
             stages=active.stages(now) if finish_reason is not None else None,
             matched_token_id=token.token_id if finish_reason is FinishReason.STOP else None,
         )
@@ -322,7 +268,7 @@ class DecodeRole(CacheLender):
             self._drop(active)  # nobody needs its KV
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:
-        if (active := self._by_engine_id.get(request_id)) is not None:
+        if (active := self._active.get(request_id)) is not None:
             active.num_confirmed_blocks = num_blocks
 
         def commit(engine: Engine) -> None:
@@ -332,7 +278,7 @@ class DecodeRole(CacheLender):
 
     def committed(self, request_id: str, result: HandoffResult) -> None:
         self._context.metrics.observe_transfer(result.stats)
-        active = self._by_engine_id.get(request_id)
+        active = self._active.get(request_id)
         if active is None:  # dropped while its last event was on the way
             self.ended(request_id)
             return
@@ -346,7 +292,7 @@ class DecodeRole(CacheLender):
         self._run(active, len(active.token_ids))
 
     def holder_lost(self, request_id: str, lost: HolderLost) -> None:
-        active = self._by_engine_id.get(request_id)
+        active = self._active.get(request_id)
         if active is None:
             self.ended(request_id)
             return
