@@ -1,7 +1,9 @@
 """A worker's own /metrics, as Prometheus scrapes it."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
@@ -12,8 +14,10 @@ from engine.config import EngineConfig
 from engine.sampling_params import SamplingParams
 from gateway_end import GatewayEnd
 from prefill_worker import PrefillWorker
+from tandem.v1 import worker_pb2 as pb
 from worker.config import WorkerConfig
 
+GOLDEN = Path(__file__).with_name("worker_metrics.txt")
 ENGINE = EngineConfig(num_blocks=33, max_model_len=512)
 
 
@@ -26,13 +30,14 @@ async def pair() -> AsyncIterator[tuple[str, str]]:
     await prefill.stop()
 
 
-async def scrape(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    def get() -> str:
-        with urlopen(f"http://{address}/metrics") as reply:
-            return str(reply.read().decode())
+def fetch(address: str) -> str:
+    with urlopen(f"http://{address}/metrics") as reply:
+        return str(reply.read().decode())
 
+
+async def scrape(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for family in text_string_to_metric_families(await asyncio.to_thread(get)):
+    for family in text_string_to_metric_families(await asyncio.to_thread(fetch, address)):
         for sample in family.samples:
             key = (sample.name, frozenset(sample.labels.items()))
             assert key not in samples, f"{sample} twice"
@@ -40,9 +45,20 @@ async def scrape(address: str) -> dict[tuple[str, frozenset[tuple[str, str]]], f
     return samples
 
 
-async def test_a_handed_over_request_is_counted_on_both_sides(pair: tuple[str, str]) -> None:
-    from tandem.v1 import worker_pb2 as pb
+async def test_names_types_and_labels_are_those_of_the_golden_file(pair: tuple[str, str]) -> None:
+    async with GatewayEnd(pair[1]) as gateway:
+        address = (await gateway.stub.Describe(pb.DescribeRequest())).metrics_address
+    found = set()
+    for family in text_string_to_metric_families(await asyncio.to_thread(fetch, address)):
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            name = re.sub("_(bucket|sum|count)$", "", sample.name) if family.type == "histogram" else sample.name
+            found.add(f"{name} {family.type} {' '.join(sorted(sample.labels.keys() - {'le'}))}")
+    assert sorted(found) == GOLDEN.read_text().splitlines()
 
+
+async def test_a_handed_over_request_is_counted_on_both_sides(pair: tuple[str, str]) -> None:
     addresses = {}
     async with GatewayEnd(pair[0]) as of_prefill, GatewayEnd(pair[1]) as gateway:
         for end, role in ((of_prefill, "prefill"), (gateway, "decode")):
