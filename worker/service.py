@@ -52,6 +52,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             async for response in session.outgoing():
                 yield response
+            await reader  # it has ended, or failed: then the stream fails as well
         except SessionBroken as exc:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(exc))
         finally:
