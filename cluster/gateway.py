@@ -174,10 +174,19 @@ class _HttpServer(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With its protocol spelled out, unlike `socket.create_server`: asyncio turns Nagle's algorithm off only for sockets
+    # that say they are TCP. Left on, it holds a reply's body back until the client's delayed acknowledgement: 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family is socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen()
     except OSError as exc:
+        listener.close()
         raise OSError(exc.errno, f"cannot listen on {_in_url(host)}:{port}: {exc.strerror}") from exc
+    return listener
 
 
 def _in_url(host: str) -> str:

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.config import ClusterConfig
-from cluster.gateway import Gateway
+from cluster.gateway import Gateway, _listen
 from cluster.membership import Membership
 from cluster.router import RouterConfig
 from decode_worker import DecodeWorker
@@ -140,6 +140,21 @@ async def test_port_in_use_is_named_at_once() -> None:
         gateway = Gateway(ClusterConfig(port=port), Membership())
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
             await gateway.start()
+
+
+async def test_small_replies_are_sent_without_waiting_for_acknowledgements() -> None:
+    no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        no_delay.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    listener = _listen("127.0.0.1", 0)
+    async with await asyncio.start_server(accept, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        assert await no_delay
+        writer.close()
+        await writer.wait_closed()
 
 
 def test_gateway_process_loads_neither_torch_nor_numba() -> None:
