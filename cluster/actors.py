@@ -123,12 +123,14 @@ class WorkerActor:
         self._worker = worker
         return address
 
-    async def wait(self) -> None:
-        """Returns after `stop`.
+    async def wait(self) -> bool:
+        """Returns True after `stop`; False at once in a process that has started no worker.
 
-        A worker that ends by itself takes the process along, so that Ray makes another, as after a crash.
+        A call that comes just after a death finds such a process: Ray's next. A worker that ends by itself takes the
+        process along, so that Ray makes another, as after a crash.
         """
-        assert self._worker is not None, f"{self} has not been started"
+        if self._worker is None:
+            return False
         try:
             await self._worker.wait()
         except Exception:
@@ -136,6 +138,7 @@ class WorkerActor:
         if not self._is_stopping:
             logger.error("the worker has ended by itself")
             os._exit(1)
+        return True
 
     async def process_id(self) -> int:
         """Of the process that this start runs in."""
@@ -198,7 +201,7 @@ class Fleet:
         self._log_level = log_level
         self._members: list[_Member] = []
         self._groups: list[RayPlacementGroup] = []
-        self._watchers: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def num_restarts(self) -> int:
@@ -217,18 +220,16 @@ class Fleet:
             FleetError: one did not, or found no place. `stop` cleans up.
         """
         await self._place()
-        await asyncio.gather(*(self._launch(member) for member in self._members))
-        for member in self._members:
-            watcher = asyncio.create_task(self._watch(member), name=f"watch {member.planned.worker_id}")
-            watcher.add_done_callback(_report_end)
-            self._watchers.append(watcher)
+        launches = [asyncio.create_task(self._launch_and_watch(member)) for member in self._members]
+        self._tasks += launches
+        await asyncio.gather(*launches)
 
     async def stop(self, timeout_s: float) -> None:
         """Ends all workers, by force after `timeout_s`. Idempotent."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
-        self._watchers.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
         stops = [asyncio.ensure_future(_result(m.actor.stop.remote())) for m in self._members if m.address is not None]
         if stops:
             _, late = await asyncio.wait(stops, timeout=timeout_s)
@@ -273,11 +274,20 @@ class Fleet:
         )
         return options.remote(bundle.worker, on_node_address=self._on_node_address, log_level=self._log_level)
 
+    async def _launch_and_watch(self, member: _Member) -> None:
+        """Watched from its first moment: it may die while others still load."""
+        await self._launch(member)
+        watcher = asyncio.create_task(self._watch(member), name=f"watch {member.planned.worker_id}")
+        watcher.add_done_callback(_report_end)
+        self._tasks.append(watcher)
+
     async def _launch(self, member: _Member) -> None:
         worker_id = member.planned.worker_id
         try:
             address = await asyncio.wait_for(_result(member.actor.start.remote()), self._start_timeout_s)
         except TimeoutError as exc:
+            # What hangs goes with its process: another try must not meet it.
+            ray.kill(member.actor, no_restart=False)
             raise FleetError(f"{worker_id} was not ready after {self._start_timeout_s:g} s") from exc
         except RayTaskError as exc:
             raise FleetError(f"{worker_id} cannot start: {_first_line(exc.cause)}") from exc
@@ -292,11 +302,10 @@ class Fleet:
         backoff = Backoff(first_s=0.2, max_s=30.0)
         while True:
             try:
-                await _result(member.actor.wait.remote())
+                if await _result(member.actor.wait.remote()):
+                    return  # stopped
             except RayActorError as exc:
                 logger.debug("%s: %s", worker_id, exc)
-            else:
-                return  # stopped
             if member.address is not None:
                 await self._membership.remove_worker(member.address)
                 member.address = None

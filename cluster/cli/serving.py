@@ -112,7 +112,7 @@ class Serving:
         self._ray = asyncio.ensure_future(asyncio.to_thread(self._connect_ray))
         await asyncio.shield(self._ray)
         self._on_ray_started()
-        from cluster.actors import Fleet
+        from cluster.actors import Fleet, FleetError
 
         self._fleet = Fleet(
             self._plan.workers,
@@ -122,7 +122,16 @@ class Serving:
             log_level=config.log_level,
         )
         await self._fleet.start()
-        await self.membership.wait_ready(prefill_workers=config.prefill_workers, decode_workers=config.decode_workers)
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await self.membership.wait_ready(
+                    prefill_workers=config.prefill_workers, decode_workers=config.decode_workers
+                )
+        except TimeoutError as exc:
+            num_ready = sum(status.ready for status in self.membership.workers())
+            raise FleetError(
+                f"only {num_ready} of {len(self._plan.workers)} workers were reached within {config.start_timeout_s:g} s"
+            ) from exc
 
     def _connect_ray(self) -> None:
         # Imported in this thread as well: it takes half a second.

@@ -134,7 +134,7 @@ async def test_process_goes_with_a_worker_that_fails_but_not_with_one_that_is_st
     assert await actor.start() == "127.0.0.1:1"
     if is_stopped:
         await actor.stop()
-    await actor.wait()
+    assert await actor.wait()
     assert exits == ([] if is_stopped else [1])
 
 
