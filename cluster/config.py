@@ -18,6 +18,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 16
+
 
 class ConfigError(ValueError):
     """Values that are not allowed: one sentence each, in `problems`."""
@@ -81,7 +83,7 @@ class ClusterConfig(BaseModel):
         description="Tokens a step of a worker. A step lasts as long as these take, and running requests wait for it.",
     )
     max_local_prefill_tokens: _Int = Field(
-        16,
+        DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
         ge=0,
         description="Uncached prompts up to this length are prefilled on the decode worker; 0: always apart.",
     )

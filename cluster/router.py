@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
+from cluster.config import DEFAULT_MAX_LOCAL_PREFILL_TOKENS
 from cluster.directory import Directory
 from cluster.errors import NoWorker
 from cluster.ledger import Account, Ledger
@@ -30,7 +31,7 @@ from engine.kvcache.block_hash import BlockHash
 class RouterConfig:
     """What the estimate is made of. Only ratios matter: the defaults are those of a small model on a CPU."""
 
-    max_local_prefill_tokens: int = 64  # 0: always apart, if there is a prefill worker
+    max_local_prefill_tokens: int = DEFAULT_MAX_LOCAL_PREFILL_TOKENS  # 0: always apart, if there is a prefill worker
     compute_s_per_token: float = 1e-3
     pull_s_per_byte: float = 2.5e-10
     handoff_s: float = 0.01  # opening one, whatever it moves

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.config import ClusterConfig
 from cluster.directory import Directory
 from cluster.errors import NoWorker
 from cluster.ledger import Ledger
@@ -103,6 +104,10 @@ def test_a_plan_without_a_prefill_worker_is_a_fallback_only_if_it_should_have_be
     router = router_with("d0", RouterConfig(max_local_prefill_tokens=100))
     assert not router.choose(hashes_of(100), 100, NOW).is_fallback
     assert router.choose(hashes_of(101), 101, NOW).is_fallback
+
+
+def test_default_length_of_a_local_prefill_is_the_configurations() -> None:
+    assert RouterConfig().max_local_prefill_tokens == ClusterConfig().max_local_prefill_tokens
 
 
 def test_pulling_a_prefix_that_is_cheaper_to_compute_is_left() -> None:
