@@ -11,7 +11,7 @@ alone.
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.worker_info import WorkerStatus
@@ -69,12 +69,12 @@ class ServedModel:
 
 @dataclass(slots=True)
 class GeneratorStats:
-    """Counted here, exported by `cluster/metrics.py`. Everything but `num_active` only grows."""
+    """Counted here, exported by `cluster/metrics.py`. Everything but `num_active` only grows.
 
-    num_active: int = 0
-    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
-    failed: dict[str, int] = field(default_factory=dict)  # by class of the error
-    cancelled: int = 0  # closed by the caller
+    How sequences end is counted there: a stop string ends one that the generator only sees closed.
+    """
+
+    num_active: int = 0  # told by GetServerInfo
     queue_full: int = 0  # refused here, at the gateway's own bound
     repairs: int = 0  # another prefill worker was named for a request in flight
     resubmissions: int = 0  # a request was moved to another decode worker

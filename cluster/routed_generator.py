@@ -1,13 +1,12 @@
 """The generator over real workers: what is checked and bounded before a request becomes a `RequestRun`."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from itertools import count
 
 from cluster.clock import Clock
-from cluster.errors import GenerationError, InvalidRequest, QueueFull
+from cluster.errors import InvalidRequest, QueueFull
 from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel
 from cluster.membership import Membership
 from cluster.request_run import RequestRun, RunLimits
@@ -62,13 +61,8 @@ class RoutedGenerator:
 
     async def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         """Yields the sequence's chunks; see `Generator.generate`."""
-        try:
-            self._check(request, self.model)
-            self._admit(request)
-        except GenerationError as error:
-            self._count_failure(error)
-            raise
-        is_finished = False
+        self._check(request, self.model)
+        self._admit(request)
         try:
             run = RequestRun(
                 request,
@@ -80,17 +74,7 @@ class RoutedGenerator:
             )
             async with aclosing(run.chunks()) as chunks:
                 async for chunk in chunks:
-                    if chunk.finish_reason is not None:
-                        is_finished = True
-                        reason = chunk.finish_reason.value
-                        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
                     yield chunk
-        except GenerationError as error:
-            self._count_failure(error)
-            raise
-        except (GeneratorExit, asyncio.CancelledError):
-            self._stats.cancelled += not is_finished
-            raise
         finally:
             self._active.discard(request.request_id)
             self._stats.num_active = len(self._active)
@@ -122,10 +106,6 @@ class RoutedGenerator:
             raise InvalidRequest(f"timeout must be above 0 seconds, not {request.timeout_s}", param="timeout")
         if not -(2**31) <= request.priority < 2**31:
             raise InvalidRequest(f"priority must be a 32-bit integer, not {request.priority}", param="priority")
-
-    def _count_failure(self, error: GenerationError) -> None:
-        kind = type(error).__name__
-        self._stats.failed[kind] = self._stats.failed.get(kind, 0) + 1
 
 
 def _check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -1,6 +1,7 @@
 """The gateway over real workers whose tokens are hashes of what their pools hold: sockets, threads, everything."""
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
@@ -118,7 +119,10 @@ async def test_client_that_leaves_costs_the_workers_nothing() -> None:
         async with asyncio.timeout(10):
             while gateway.generator.stats.num_active:
                 await asyncio.sleep(0)
-        assert gateway.generator.stats.cancelled == 3
+        async with http(gateway) as client:
+            text = (await client.get("/metrics", params={"scope": "gateway"})).text
+        (count,) = re.findall(r'^tandem_request_success_total\{finished_reason="abort",.*\} (.+)$', text, re.M)
+        assert float(count) == 3
 
 
 async def test_requests_in_flight_end_before_a_stopping_gateway_does() -> None:

@@ -10,7 +10,6 @@ import pytest
 from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
-    GenerationError,
     InvalidRequest,
     Leg,
     NoWorker,
@@ -77,7 +76,6 @@ async def test_a_request_is_served_with_all_that_it_asked_for_on_the_wire() -> N
         assert [chunk.finish_reason for chunk in reading.chunks] == [None, None, FinishReason.LENGTH]
         assert all((chunk.prefill_worker, chunk.decode_worker) == ("p0", "d0") for chunk in reading.chunks)
         assert reading.chunks[-1].stages == StageTimes(0.0, 0.0, 0.0, 1.5)
-        assert c.generator.stats.finished == {"length": 1}
 
 
 async def test_a_short_prompt_is_prefilled_on_the_decode_worker() -> None:
@@ -142,7 +140,6 @@ async def test_bad_input_is_refused_with_a_clear_sentence_and_costs_nothing(
             await c.collect(sequence)
         assert caught.value.param == param
         assert c.workers["d0"].received == []
-        assert c.generator.stats.failed == {"InvalidRequest": 1}
 
 
 async def test_a_request_that_fills_the_context_exactly_is_served() -> None:
@@ -209,7 +206,6 @@ async def test_a_request_whose_decode_worker_dies_goes_on_elsewhere_identically(
         assert await reading.task == continuation([1, 2, 3], 12)
         assert {chunk.decode_worker for chunk in reading.chunks} == {"d0", "d1"}
         assert c.generator.stats.resubmissions == 1
-        assert c.generator.stats.failed == {}
 
 
 async def test_tokens_that_had_arrived_but_were_not_read_are_delivered_before_it_moves() -> None:
@@ -267,7 +263,6 @@ async def test_a_request_is_not_moved_for_ever() -> None:
         assert caught.value.leg is Leg.DECODE
         assert token_ids(reading.chunks) == continuation([1, 2, 3], 3)
         assert c.generator.stats.resubmissions == 2
-        assert c.generator.stats.failed == {"WorkerLost": 1}
 
 
 async def test_the_only_decode_worker_lost_is_an_error_that_names_it() -> None:
@@ -391,7 +386,6 @@ async def test_closing_early_aborts_at_the_worker() -> None:
             at_d0.send_tokens()
             await first_chunk
         await at_d0.aborted.wait()
-        assert c.generator.stats.cancelled == 1
         assert c.membership.ledger.num_assigned == 0
 
 
@@ -403,16 +397,14 @@ async def test_cancelling_while_waiting_aborts_at_the_worker() -> None:
         await at_d0.aborted.wait()
         with pytest.raises(asyncio.CancelledError):
             await reading.task
-        assert c.generator.stats.cancelled == 1
 
 
-async def test_closing_after_the_last_chunk_is_no_cancellation() -> None:
+async def test_closing_after_the_last_chunk_aborts_nothing() -> None:
     async with fake_cluster("d0", automatic=True) as c:
         async with aclosing(c.generator.generate(request())) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason is not None:
                     break
-        assert (c.generator.stats.cancelled, c.generator.stats.finished) == (0, {"length": 1})
         assert not c.workers["d0"].received[0].aborted.is_set()
 
 
@@ -461,7 +453,6 @@ async def test_a_client_that_stops_reading_is_aborted_and_disturbs_nobody() -> N
             with pytest.raises(Cancelled, match="4 steps behind"):
                 await drain(slow, received)
         assert token_ids(received) == continuation([1, 2, 3], 5)
-        assert c.generator.stats.failed == {"Cancelled": 1}
 
 
 @pytest.mark.parametrize("order", ["abort first", "finish first"])
@@ -507,17 +498,4 @@ async def test_a_storm_of_deaths_and_leaves_ends_every_request_once() -> None:
                     await reading.task
             else:
                 assert await reading.task == continuation([1, 2, i], 8)
-        stats = c.generator.stats
-        assert (stats.num_active, stats.cancelled, stats.finished) == (0, len(left), {"length": 30 - len(left)})
-        assert isinstance(stats.failed, dict)
-        assert not stats.failed
-
-
-async def test_an_error_is_counted_by_its_kind() -> None:
-    async with fake_cluster("d0") as c:
-        for kind in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT):
-            reading = Reading(c, request())
-            (await c.next_request()).refuse(kind, "no")
-            with pytest.raises(GenerationError):
-                await reading.task
-        assert c.generator.stats.failed == {"WorkerFailed": 1, "InvalidRequest": 1}
+        assert c.generator.stats.num_active == 0
