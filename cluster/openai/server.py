@@ -41,9 +41,12 @@ class ApiServer:
             raise ModelNotFound(f"the model {name!r} does not exist; served is {self.model_name!r}", param="model")
 
     def can_serve(self) -> bool:
-        """Whether a decode worker is ready."""
+        """Whether a decode worker is ready, and not about to leave."""
         return any(
-            worker.ready and worker.info is not None and worker.info.role is Role.DECODE
+            worker.ready
+            and worker.info is not None
+            and worker.info.role is Role.DECODE
+            and not (worker.load is not None and worker.load.draining)
             for worker in self.generator.workers()
         )
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from cluster.worker_info import Role, WorkerLoad
+from fake_generator import worker_status
 from gateway_api import MODEL, Api, embedded_tokenizer, error_of
 
 
@@ -30,6 +32,17 @@ async def test_health_follows_the_decode_workers() -> None:
     assert (await api.http.get("/health")).status_code == 503
     api.generator.statuses = []
     assert (await api.http.get("/health")).status_code == 503
+    api.generator.statuses = [worker_status("prefill-0", Role.PREFILL)]
+    assert (await api.http.get("/health")).status_code == 503
+
+
+async def test_health_knows_that_a_draining_decode_worker_takes_no_requests() -> None:
+    api = Api()
+    draining = replace(worker_status("decode-0"), load=WorkerLoad(draining=True))
+    api.generator.statuses = [worker_status("prefill-0", Role.PREFILL), draining]
+    assert (await api.http.get("/health")).status_code == 503
+    api.generator.statuses = [draining, worker_status("decode-1")]
+    assert (await api.http.get("/health")).status_code == 200
 
 
 async def test_version_is_told() -> None:
