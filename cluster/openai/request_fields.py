@@ -203,6 +203,18 @@ def shorten(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else text[:limit] + "…"
 
 
+def _sentence(error: ErrorDetails) -> str:
+    """What is wrong, going on from the field's name: pydantic's words, where they are a caller's."""
+    match error["type"]:
+        case "wrong":
+            return error["msg"]
+        case "too_short":
+            return f"must have at least {error['ctx']['min_length']} item"  # no list here needs more
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return "must be an object"
+    return error["msg"].replace("Input should be", "must be")
+
+
 def problem(error: ErrorDetails) -> InvalidRequest:
     """One of pydantic's errors in a sentence."""
     path = ""
@@ -210,6 +222,6 @@ def problem(error: ErrorDetails) -> InvalidRequest:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
     if error["type"] == "missing":
         return InvalidRequest(f"{path} is missing", param=path, code="missing_required_parameter")
-    message = error["msg"] if error["type"] == "wrong" else error["msg"].replace("Input should be", "must be")
+    message = _sentence(error)
     value = "" if error["type"] == "wrong" else f", not {shorten(error['input'])}"
     return InvalidRequest(f"{path} {message}{value}", param=path)

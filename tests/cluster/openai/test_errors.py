@@ -118,6 +118,21 @@ async def test_value_that_is_not_allowed_is_refused_by_its_field(field: str, val
     assert api.generator.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "messages must have at least 1 item, not []"),
+        ({"messages": "hi"}, "messages must be a valid list, not 'hi'"),
+        ({"stream": True, "stream_options": 5}, "stream_options must be an object, not 5"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object, not [1]"),
+        ({"temperature": -1}, "temperature must be greater than or equal to 0, not -1"),
+    ],
+)
+async def test_wrong_value_is_told_in_a_sentence_about_its_field(fields: dict[str, Any], message: str) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    assert error_of(await Api().post("/v1/chat/completions", body), 400)["message"] == message
+
+
 @pytest.mark.parametrize(("body", "param"), [({}, "model"), ({"model": MODEL}, "prompt"), ({"prompt": "x"}, "model")])
 async def test_missing_field_is_named(body: dict[str, Any], param: str) -> None:
     assert error_of(await Api().post(COMPLETIONS, body), 400)["param"] == param
