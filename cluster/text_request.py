@@ -7,6 +7,7 @@ its prompt and resolves every default, so that what is refused is refused before
 
 import asyncio
 import hashlib
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_FLOAT32_MIN = 2.0**-149  # the least above 0
 # Longer texts are tokenized in a thread: some milliseconds, in which other requests' tokens would have to wait.
 _INLINE_CHARACTERS = 4096
 
@@ -187,6 +190,10 @@ class SequencePlanner:
             self._check_token_id(token_id, "stop_token_ids")
         for token_id in options.logit_bias:
             self._check_token_id(token_id, "logit_bias")
+        _check_width(
+            "temperature", options.temperature, least=0.0
+        )  # less is 0 to a worker: as greedy as it means to be
+        _check_width("repetition_penalty", options.repetition_penalty, least=_FLOAT32_MIN)
         if not -(2**31) <= options.priority < 2**31:
             raise InvalidRequest(f"priority must fit 32 bits, and is {options.priority}", param="priority")
 
@@ -239,6 +246,17 @@ class SequencePlanner:
             )
             for index, params in enumerate(all_params)
         )
+
+
+def _check_width(name: str, value: float, *, least: float) -> None:
+    """Refuses a finite value that workers, who are told in 32 bits, would take for infinity or zero.
+
+    Only what may be of any size needs it; other numbers are checked against their own, narrower, ranges.
+    """
+    if _FLOAT32_MAX < value < math.inf:
+        raise InvalidRequest(f"{name} must be at most {_FLOAT32_MAX:g}, not {value:g}", param=name)
+    if 0.0 < value < least:
+        raise InvalidRequest(f"{name} must be at least {least:g}, not {value:g}", param=name)
 
 
 def reported_stop(matched: str | int | None, options: TextOptions) -> str | int | None:

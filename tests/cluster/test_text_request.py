@@ -8,6 +8,7 @@ from cluster.errors import InvalidRequest
 from cluster.text_request import SequencePlanner, TextOptions, TextRequest, choice_seed
 from fake_generator import served_model
 from gateway_api import embedded_tokenizer, ticking_clock
+from kvtransfer.sampling_wire import sampling_params_from_wire, sampling_params_to_wire
 
 
 def planner(max_model_len: int = 8192) -> SequencePlanner:
@@ -86,3 +87,33 @@ async def test_zero_tokens_are_still_checked_like_any_request() -> None:
     with pytest.raises(InvalidRequest, match="temperature must be in") as caught:
         await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
     assert caught.value.param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TextOptions(temperature=1e308), "temperature must be at most 3.40282e+38, not 1e+308"),
+        (TextOptions(repetition_penalty=1e300), "repetition_penalty must be at most 3.40282e+38, not 1e+300"),
+        (TextOptions(repetition_penalty=1e-310), "repetition_penalty must be at least 1.4013e-45, not 1e-310"),
+    ],
+)
+async def test_number_that_workers_cannot_be_told_is_refused_with_the_value_that_was_sent(
+    options: TextOptions, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert caught.value.message == message
+    assert caught.value.param == message.partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TextOptions(temperature=3.40282e38, repetition_penalty=3.40282e38),
+        TextOptions(temperature=1e-310, repetition_penalty=1.4013e-45),
+    ],
+)
+async def test_numbers_at_the_ends_of_what_workers_can_be_told_are_taken(options: TextOptions) -> None:
+    planned = await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    sent = sampling_params_to_wire(planned.sequences[0].params)
+    assert sampling_params_from_wire(sent).repetition_penalty > 0
