@@ -2,6 +2,10 @@
 
 An engine belongs to one thread. Everyone else (the asyncio loop with its gRPC handlers, mostly) posts functions,
 which run between two steps, in order. A step's result goes to `on_step`, on the loop.
+
+At the end the two must fall silent together: what the last steps brought is still on its way to the loop, and may be
+answered by commands (pins to give back, requests to abort). So the thread first stops stepping, and goes on taking
+commands until a round to the loop and back has brought no new one.
 """
 
 import asyncio
@@ -9,10 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 
 from engine.engine import Engine
 from engine.outputs import StepResult
 from engine.stats import EngineStats
+
+
+class _Phase(Enum):
+    STEPPING = "stepping"
+    SETTLING = "settling"  # commands only
+    ENDING = "ending"
 
 
 class EngineThread:
@@ -38,8 +49,10 @@ class EngineThread:
         self._clock = clock
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._wake = threading.Condition()
-        self._stopping = False
+        self._num_posted = 0
+        self._phase = _Phase.STEPPING
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -51,15 +64,35 @@ class EngineThread:
         """Has `command` run between two steps. It must not raise: that counts as the engine's failure."""
         with self._wake:
             self._inbox.append(command)
+            self._num_posted += 1
             self._wake.notify()
 
     async def stop(self) -> None:
-        """Runs what was posted before, then ends the thread; idempotent."""
+        """Runs what was posted before, and what comes of it, then ends the thread; idempotent."""
+        if self._thread.ident is None:
+            return
+        self._enter(_Phase.SETTLING)
+        while not self._ended.is_set():
+            posted_before = self._num_posted
+            await self._round_trip()
+            if self._num_posted == posted_before + 1:  # the round trip's own
+                break
+        self._enter(_Phase.ENDING)
+        await asyncio.to_thread(self._thread.join)
+
+    def _enter(self, phase: "_Phase") -> None:
         with self._wake:
-            self._stopping = True
+            self._phase = phase
             self._wake.notify()
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
+
+    async def _round_trip(self) -> None:
+        """Returns when all commands so far have run and the loop has heard all they reported, or the thread is dead."""
+        back = asyncio.Event()
+        self.post(lambda engine: self.report(back.set))
+        waiting = [asyncio.ensure_future(event.wait()) for event in (back, self._ended)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
 
     def _run(self) -> None:
         try:
@@ -67,22 +100,26 @@ class EngineThread:
                 pass
         except BaseException as exc:  # whatever it was: the engine's state is unknown, so the worker ends
             self.report(self._on_failure, exc)
+        self.report(self._ended.set)
 
     def _turn(self) -> bool:
         """Waits for something to do and does it; whether to go on."""
         with self._wake:
-            while not (self._inbox or self._stopping or self._engine.has_work):
+            while not (self._inbox or self._phase is _Phase.ENDING or self._may_step):
                 self._wake.wait()
             commands, self._inbox = self._inbox, deque()
-            stopping = self._stopping
+            phase = self._phase
         for command in commands:
             command(self._engine)
-        if stopping:
-            return False
-        # Also without work: commands may have left events (stored blocks, reserved targets) that a step collects.
-        result = self._engine.step(self._clock())
-        self.report(self._on_step, result, self._engine.stats())
-        return True
+        if phase is _Phase.STEPPING:
+            # Also without work: commands may have left events (stored blocks, reserved targets) that a step collects.
+            result = self._engine.step(self._clock())
+            self.report(self._on_step, result, self._engine.stats())
+        return phase is not _Phase.ENDING
+
+    @property
+    def _may_step(self) -> bool:
+        return self._phase is _Phase.STEPPING and self._engine.has_work
 
     def report(self, callback: Callable[..., None], *args: object) -> None:
         """From a command: has `callback` called on the loop, in order with what steps bring."""
@@ -91,4 +128,4 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             # The loop is closed: nobody is left to hear of it.
-            self._stopping = True
+            self._phase = _Phase.ENDING

@@ -102,3 +102,19 @@ async def test_an_engine_that_raises_is_reported_once_and_the_thread_ends(
         await harness.over.wait()
     await harness.thread.stop()
     assert [str(failure) for failure in harness.failures] == ["no more"]
+
+
+async def test_stop_waits_for_what_is_answered_to_the_last_reports() -> None:
+    """A report on its way to the loop is answered by a command, whose report is answered again."""
+    harness = Harness()
+    harness.thread.start()
+    answers: list[int] = []
+
+    def answer(rounds_left: int) -> None:
+        answers.append(rounds_left)
+        if rounds_left:
+            harness.thread.post(lambda engine: harness.thread.report(answer, rounds_left - 1))
+
+    harness.thread.post(lambda engine: harness.thread.report(answer, 5))
+    await harness.thread.stop()
+    assert answers == [5, 4, 3, 2, 1, 0]
