@@ -1,6 +1,7 @@
 """A prefill worker alone: what it computes for others, and how it ends in the middle of it."""
 
 import asyncio
+import threading
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from kvtransfer.wire import request_to_wire
 from prefill_worker import PrefillWorker
 from tandem.v1 import exchange_pb2_grpc
 from worker.config import WorkerConfig
+from worker.engine_thread import EngineThread
 
 ENGINE = EngineConfig(num_blocks=65, max_model_len=1024, max_num_batched_tokens=64)
 
@@ -67,27 +69,31 @@ async def test_a_hand_off_that_cannot_be_is_refused_and_nothing_is_held(open: Op
     await worker.stop()  # proves that nothing is held
 
 
-async def test_a_worker_stopped_in_the_middle_of_prefills_ends_with_a_whole_pool(
+async def test_a_worker_stopped_in_the_middle_of_a_prefill_ends_with_a_whole_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the last step filled is pinned, and on its way to the loop, when the end comes."""
+    """A step that ends when its hand-off is over already: what it filled is pinned, and nobody waits for it."""
     loop = asyncio.get_running_loop()
-    computing = asyncio.Event()
-    execute = HashExecutor.execute
+    computing, stopping = asyncio.Event(), threading.Event()
+    execute, stop = HashExecutor.execute, EngineThread.stop
 
-    def and_tell(self: HashExecutor, step: SchedulerOutput) -> ModelOutput:
+    def execute_until_stopped(self: HashExecutor, step: SchedulerOutput) -> ModelOutput:
         loop.call_soon_threadsafe(computing.set)
+        assert stopping.wait(PATIENCE_S)
         return execute(self, step)
 
-    monkeypatch.setattr(HashExecutor, "execute", and_tell)
-    for _ in range(10):  # the end comes at other moments of a step
-        computing.clear()
-        worker = PrefillWorker(WorkerConfig(engine=ENGINE, worker_id="p0", executor="hash"))
-        address = await worker.start()
-        async with grpc.aio.insecure_channel(address) as channel:
-            call = exchange_pb2_grpc.KvExchangeStub(channel).Handoff()
-            await call.write(request_to_wire(open_of([i % 1000 for i in range(900)])))
-            async with asyncio.timeout(PATIENCE_S):
-                await computing.wait()
-                await worker.stop()
-            assert await read_to_the_end(call) is not grpc.StatusCode.OK
+    async def stop_after_hand_offs(self: EngineThread) -> None:
+        stopping.set()
+        await stop(self)
+
+    monkeypatch.setattr(HashExecutor, "execute", execute_until_stopped)
+    monkeypatch.setattr(EngineThread, "stop", stop_after_hand_offs)
+    worker = PrefillWorker(WorkerConfig(engine=ENGINE, worker_id="p0", executor="hash"))
+    address = await worker.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = exchange_pb2_grpc.KvExchangeStub(channel).Handoff()
+        await call.write(request_to_wire(open_of([i % 1000 for i in range(900)])))
+        async with asyncio.timeout(PATIENCE_S):
+            await computing.wait()
+            await worker.stop()  # proves that nothing is held
+        assert await read_to_the_end(call) is not grpc.StatusCode.OK
