@@ -6,14 +6,12 @@ from cluster.generator import SequenceRequest, StageTimes
 from cluster.plan import Plan
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad
-from engine.kvcache.block_hash import BlockHash
+from engine.kvcache.block_hash import BlockHash, split_hashes
 from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from engine.sampling_params import FinishReason
 from kvtransfer.sampling_wire import sampled_token_from_wire, sampling_params_to_wire
 from tandem.v1 import sampling_pb2 as sampling_pb
 from tandem.v1 import worker_pb2 as pb
-
-HASH_BYTES = 16
 
 _ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
 _FINISH_REASONS: dict[int, FinishReason | None] = {
@@ -159,9 +157,10 @@ def need_prefill(message: pb.NeedPrefill) -> NeedPrefill:
 
 def block_hashes(joined: bytes) -> tuple[BlockHash, ...]:
     """Concatenated hashes, apart."""
-    if len(joined) % HASH_BYTES:
-        raise WireError(f"{len(joined)} bytes are no whole number of block hashes")
-    return tuple(BlockHash(joined[i : i + HASH_BYTES]) for i in range(0, len(joined), HASH_BYTES))
+    try:
+        return split_hashes(joined)
+    except ValueError as exc:
+        raise WireError(str(exc)) from exc
 
 
 def kv_events(message: pb.Batch) -> tuple[KVEvent, ...]:

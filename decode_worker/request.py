@@ -37,6 +37,7 @@ class ActiveRequest:
     plan: pb.Plan
     submitted_at: float
     deadline: float
+    has_own_deadline: bool  # else it is this worker's default
 
     stage: Stage = Stage.ENGINE
     prefill_worker: pb.Peer | None = None  # of the hand-off that is open, or was last
@@ -81,6 +82,7 @@ class ActiveRequest:
             plan=submit.plan,
             submitted_at=now,
             deadline=now + (submit.timeout_ms / 1000 or default_timeout_s),
+            has_own_deadline=submit.timeout_ms > 0,
             prefill_worker=submit.plan.prefill_worker if submit.plan.HasField("prefill_worker") else None,
         )
 

@@ -210,7 +210,7 @@ class DecodeRole(CacheLender):
             request_id=active.engine_id,
             consumer_instance_id=self._context.instance_id,
             fingerprint=self._context.layout.fingerprint,
-            timeout_s=min(timeout_s, self._config.handoff_timeout_s),
+            timeout_s=timeout_s if active.has_own_deadline else min(timeout_s, self._config.handoff_timeout_s),
             source=source,
         )
         delivered = active.first_token_id is not None

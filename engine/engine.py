@@ -64,10 +64,6 @@ class Engine:
         """
         return self._scheduler.abort(request_id)
 
-    def get_request(self, request_id: str) -> Request | None:
-        """The request, until it ends."""
-        return self._scheduler.requests.get(request_id)
-
     def step(self, now: float) -> StepResult:
         """Decides, computes and takes in one step; does next to nothing if there is nothing to do."""
         schedule = self._scheduler.schedule(now)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.kvcache.block import NULL_BLOCK_ID
 from engine.memory import KVLayout
 from kvtransfer.errors import Code, ProtocolViolation
 from kvtransfer.events import (
@@ -39,7 +40,6 @@ from kvtransfer.events import (
 )
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import (
-    NULL_BLOCK_ID,
     Accepted,
     CachedSource,
     Complete,
@@ -119,7 +119,6 @@ class Consumer:
         self._waiting: deque[_Announced] = deque()
         self._in_flight: list[_Announced] = []
         self._lost: tuple[Code, str] | None = None
-        self._opened_at = 0.0
         self._deadline = 0.0
         self._answer_until: float | None = None
 
@@ -151,7 +150,6 @@ class Consumer:
         if self.state is not ConsumerState.RESERVED:
             return []
         self.state = ConsumerState.OPEN
-        self._opened_at = now
         self._deadline = now + (self.open.timeout_s or self._times.deadline_s)
         self._answer_until = now + self._times.answer_s
         return [Send(self.open)]
@@ -250,7 +248,7 @@ class Consumer:
         if message.first_token is not None and not self.first_token_delivered:
             self.first_token_delivered = True
             actions.append(DeliverFirstToken(message.first_token, message))
-        return actions + self._commit_if_all_is_real(now)
+        return actions + self._commit_if_all_is_real()
 
     def _confirmed(self, message: Confirmed, now: float) -> list[ConsumerAction]:
         if message.num_blocks > self._num_pulled:
@@ -262,7 +260,7 @@ class Consumer:
             waits = self._num_confirmed < self._num_pulled
             self._answer_until = now + self._times.answer_s if waits else None
         self._all_confirmed = self._all_confirmed or message.num_blocks >= self._num_blocks
-        return actions + self._commit_if_all_is_real(now)
+        return actions + self._commit_if_all_is_real()
 
     def _copy_ended(self, event: CopyEnded, now: float) -> list[ConsumerAction]:
         if not self._in_flight:
@@ -307,14 +305,14 @@ class Consumer:
         self._num_pulled = pulled
         return [Send(Pulled(pulled))]
 
-    def _commit_if_all_is_real(self, now: float) -> list[ConsumerAction]:
+    def _commit_if_all_is_real(self) -> list[ConsumerAction]:
         if not self._all_confirmed or self._complete is None:
             return []
         assert not self._in_flight, self._in_flight
         self.state = ConsumerState.COMMITTED
         source = self.open.source
         stale = len(source.block_hashes) - self._num_blocks if isinstance(source, CachedSource) else 0
-        return [Commit(HandoffResult(self._num_blocks, self._complete, self.stats, now - self._opened_at, stale))]
+        return [Commit(HandoffResult(self._num_blocks, self._complete, self.stats, stale))]
 
     def _abort(self) -> list[ConsumerAction]:
         if self.is_over:

@@ -81,8 +81,8 @@ class Copier:
         def work() -> CopyEnded:
             try:
                 return CopyEnded(copy_blocks(pool.blocks, self._target, source_ids, target_ids))
-            except ValueError as error:
-                return CopyEnded(TransferStats(), TransferError(str(error)))
+            except Exception as error:  # whatever it was: a copy that never ended would hold its blocks for ever
+                return CopyEnded(TransferStats(), TransferError(f"{type(error).__name__}: {error}"))
 
         def finish(future: asyncio.Future[CopyEnded]) -> None:
             pool.release()

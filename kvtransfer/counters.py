@@ -15,11 +15,6 @@ class HolderCounters:
     ends: Counter[HolderEnd] = field(default_factory=Counter)
     stale_blocks: int = 0  # that a consumer hoped to find cached, in vain
 
-    def as_dict(self) -> dict[str, int]:
-        """Each count by a name of its own; an end that has not happened yet is 0."""
-        ends = {f"holder_{end.value}": self.ends[end] for end in HolderEnd}
-        return {"holder_opened": self.opened, **ends, "holder_stale_blocks": self.stale_blocks}
-
 
 @dataclass(slots=True)
 class ConsumerCounters:
@@ -30,14 +25,3 @@ class ConsumerCounters:
     aborted: int = 0
     lost: Counter[Code] = field(default_factory=Counter)  # why the holder was given up
     stale_blocks: int = 0  # that this worker hoped a holder had cached, in vain
-
-    def as_dict(self) -> dict[str, int]:
-        """Each count by a name of its own; a loss that has not happened yet is 0."""
-        lost = {f"consumer_lost_{code.name.lower()}": self.lost[code] for code in Code if code is not Code.OK}
-        return {
-            "consumer_opened": self.opened,
-            "consumer_committed": self.committed,
-            "consumer_aborted": self.aborted,
-            **lost,
-            "consumer_stale_blocks": self.stale_blocks,
-        }

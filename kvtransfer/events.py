@@ -163,7 +163,6 @@ class HandoffResult:
     num_blocks: int  # all real; those below skip_blocks were before
     complete: Complete
     stats: TransferStats
-    elapsed_s: float  # since `Open`: waiting, computing and copying
     num_stale_blocks: int = 0  # cached source: hoped for, and not held
 
 

@@ -15,6 +15,7 @@ and since only this machine drops pins, a `Pulled` that finds a block still in i
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from engine.kvcache.block import NULL_BLOCK_ID
 from kvtransfer.errors import Code
 from kvtransfer.events import (
     AbortCompute,
@@ -35,7 +36,6 @@ from kvtransfer.events import (
 )
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import (
-    NULL_BLOCK_ID,
     Accepted,
     CachedSource,
     Complete,

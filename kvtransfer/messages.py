@@ -13,9 +13,6 @@ from engine.executor import SampledToken
 from engine.sampling_params import SamplingParams
 from kvtransfer.handle import PoolHandle
 
-# A table's entry for a position whose block a sliding window has passed: nothing to pin, nothing to copy.
-NULL_BLOCK_ID = 0
-
 
 @dataclass(frozen=True, slots=True)
 class PrefillSource:

@@ -4,7 +4,7 @@ Everything from the wire is checked here: what makes no sense is a ValueError, w
 INVALID_ARGUMENT (from a consumer) or as a lost holder.
 """
 
-from engine.kvcache.block_hash import HASH_SIZE, BlockHash
+from engine.kvcache.block_hash import split_hashes
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import (
     Accepted,
@@ -97,7 +97,7 @@ def _open_from_wire(wire: exchange_pb2.Open) -> Open:
                 prefill.num_cached_blocks,
             )
         case "cached":
-            source = CachedSource(block_hashes_from_wire(wire.cached.block_hashes), wire.cached.skip_blocks)
+            source = CachedSource(split_hashes(wire.cached.block_hashes), wire.cached.skip_blocks)
         case _:
             raise ValueError(f"hand-off {wire.handoff_id} names no source")
     return Open(
@@ -108,16 +108,6 @@ def _open_from_wire(wire: exchange_pb2.Open) -> Open:
         wire.timeout_ms / 1000,
         source,
     )
-
-
-def block_hashes_from_wire(joined: bytes) -> tuple[BlockHash, ...]:
-    """
-    Raises:
-        ValueError: not a whole number of hashes.
-    """
-    if len(joined) % HASH_SIZE:
-        raise ValueError(f"{len(joined)} bytes are not a whole number of {HASH_SIZE}-byte block hashes")
-    return tuple(BlockHash(joined[i : i + HASH_SIZE]) for i in range(0, len(joined), HASH_SIZE))
 
 
 # --- holder → consumer

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from engine.config import EngineConfig
 
@@ -61,30 +63,49 @@ class WorkerConfig:
         return self.served_model_name or self.model
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "WorkerConfig":
-        """Made from plain values, as a YAML file has them; `engine` is a mapping of its own."""
-        engine = _known(EngineConfig, values.get("engine") or {}, "engine.")
-        rest = _known(cls, {key: value for key, value in values.items() if key != "engine"}, "")
-        return cls(engine=EngineConfig(**engine), **rest)
+    def from_dict(cls, values: object) -> "WorkerConfig":
+        """Made from plain values, as a YAML file has them; `engine` is a mapping of its own.
+
+        Raises:
+            ValueError: one sentence for each value that is missing, unknown, of the wrong type or not allowed.
+        """
+        _check_keys(cls, values, "the configuration", "")
+        assert isinstance(values, dict)
+        _check_keys(EngineConfig, values.get("engine", {}), "engine", "engine.")
+        try:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as exc:
+            raise ValueError("; ".join(_sentence(error) for error in exc.errors())) from exc
 
     @classmethod
     def from_yaml(cls, path: Path) -> "WorkerConfig":
         """Read from a file.
 
         Raises:
-            ValueError: not a mapping, an unknown key, or a value that is not allowed.
+            ValueError: not YAML, or not a configuration; the message names the file.
+            OSError: it cannot be read.
         """
         try:
-            values = yaml.safe_load(path.read_text())
+            return cls.from_dict(yaml.safe_load(path.read_text()))
         except yaml.YAMLError as exc:
             raise ValueError(f"{path} is not YAML: {exc}") from exc
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a mapping, not {type(values).__name__}")
-        return cls.from_dict(values)
+        except ValueError as exc:
+            raise ValueError(f"{path}: {exc}") from exc
 
 
-def _known(kind: type[Any], values: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _check_keys(kind: type[WorkerConfig] | type[EngineConfig], values: object, name: str, prefix: str) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} must hold a mapping, not {values!r}")
     known = {f.name for f in fields(kind)}
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(map(str, values.keys() - known)):
         raise ValueError(f"unknown key {prefix}{unknown[0]}; known are {', '.join(sorted(known))}")
-    return values
+
+
+def _sentence(error: ErrorDetails) -> str:
+    where = ".".join(map(str, error["loc"]))
+    match error["type"]:
+        case "missing":
+            return f"{where} is missing"
+        case "value_error":
+            return str(error["ctx"]["error"])  # our own words
+    return f"{where}: {error['msg'].removeprefix('Input ')}, not {error['input']!r}"

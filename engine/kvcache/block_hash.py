@@ -60,6 +60,17 @@ def extend_hashes(hashes: list[BlockHash], root: BlockHash, token_ids: Sequence[
         hashes.append(parent)
 
 
+def split_hashes(joined: bytes) -> tuple[BlockHash, ...]:
+    """Hashes that were written one behind the other, as they cross the wire.
+
+    Raises:
+        ValueError: not a whole number of hashes.
+    """
+    if len(joined) % HASH_SIZE:
+        raise ValueError(f"{len(joined)} bytes are not a whole number of {HASH_SIZE}-byte block hashes")
+    return tuple(BlockHash(joined[i : i + HASH_SIZE]) for i in range(0, len(joined), HASH_SIZE))
+
+
 def _pack(token_ids: Sequence[int]) -> bytes:
     try:
         return struct.pack(f"<{len(token_ids)}i", *token_ids)

@@ -141,7 +141,7 @@ EXPECTED: dict[tuple[str, str], tuple[str, list[ConsumerAction]]] = {
     ("receiving, all copied", "confirmed 2"): ("receiving", [CommitBlocks(2)]),
     ("receiving, all copied", "confirmed 3"): (
         "committed",
-        [CommitBlocks(3), Commit(HandoffResult(3, COMPLETE, STATS, 1.0))],
+        [CommitBlocks(3), Commit(HandoffResult(3, COMPLETE, STATS))],
     ),
     ("receiving, all copied", "stream ended"): ("ended", [lost(Code.UNAVAILABLE, delivered=True, stats=ONCE)]),
     ("receiving, all copied", "abort"): ("ended", [CLOSE, End()]),
@@ -236,7 +236,7 @@ def test_the_first_token_is_not_delivered_again_by_the_hand_off_after_a_lost_one
     assert consumer.handle(COMPLETE, 1.0) == []
     assert consumer.handle(COPIED, 1.0) == [Send(Pulled(3))]
     actions = consumer.handle(Confirmed(3), 1.0)
-    assert actions == [CommitBlocks(3), Commit(HandoffResult(3, COMPLETE, STATS, 1.0))]
+    assert actions == [CommitBlocks(3), Commit(HandoffResult(3, COMPLETE, STATS))]
 
 
 @pytest.mark.parametrize("skip_blocks", [1, 2, 3])
@@ -249,7 +249,7 @@ def test_blocks_that_were_there_before_count_as_confirmed_when_the_holder_is_los
 def test_a_hand_off_of_no_blocks_is_committed_with_completion_and_confirmation() -> None:
     consumer = started(an_open(prefill(10, skip_blocks=3)), (ACCEPTED,))
     assert consumer.handle(COMPLETE, 1.0) == [FIRST]
-    assert consumer.handle(Confirmed(3), 1.0) == [Commit(HandoffResult(3, COMPLETE, TransferStats(), 1.0))]
+    assert consumer.handle(Confirmed(3), 1.0) == [Commit(HandoffResult(3, COMPLETE, TransferStats()))]
 
 
 @pytest.mark.parametrize(("held", "skip"), [(0, 0), (1, 0), (1, 2), (2, 1), (3, 0)])
@@ -262,7 +262,7 @@ def test_a_cached_prefix_shorter_than_hoped_is_committed_and_counted_as_stale(he
     assert consumer.handle(complete, 1.0) == [], "a cached prefix has no first token"
     *_, commit = consumer.handle(Confirmed(held), 1.0)
     stats = STATS if held > skip else TransferStats()
-    assert commit == Commit(HandoffResult(held, complete, stats, 1.0, num_stale_blocks=3 - held))
+    assert commit == Commit(HandoffResult(held, complete, stats, num_stale_blocks=3 - held))
     assert consumer.num_confirmed_blocks == max(held, skip)
 
 

@@ -144,7 +144,6 @@ async def test_a_prefill_is_handed_over_chunk_by_chunk(pair: Pair) -> None:
     assert pair.engine.num_committed_blocks == result.num_blocks == 3
     assert (result.complete.num_cached_tokens, result.complete.queued_s, result.complete.prefill_s) == (4, 0.25, 0.5)
     assert (result.stats.bytes, result.stats.segments) == (3 * LAYOUT.bytes_per_block, 2)
-    assert result.elapsed_s > 0
     assert pair.consumer_blocks[:, 0].tolist() == [255] * 3 + [2, 255, 255, 255, 255, 255, 5, 6] + [255] * 5
     await pair.holder_is_whole()
     assert pair.provider.counters.ends[HolderEnd.DONE] == pair.puller.counters.committed == 1

@@ -21,14 +21,19 @@ def test_a_yaml_file_is_a_configuration(tmp_path: Path) -> None:
     [
         ({"threads": 0}, "threads must be at least 1, not 0"),
         ({"port": 70000}, r"port must be in \[0, 65535\], not 70000"),
-        ({"dtype": "int4"}, "dtype must be one of auto, float32, bfloat16, not 'int4'"),
-        ({"executor": "magic"}, "executor must be one of torch, hash, not 'magic'"),
+        ({"dtype": "int4"}, "dtype: should be 'auto', 'float32' or 'bfloat16', not 'int4'"),
+        ({"executor": "magic"}, "executor: should be 'torch' or 'hash', not 'magic'"),
         ({"lease_s": 0}, "lease_s must be above 0 seconds, not 0"),
         ({"worker_id": ""}, "worker_id must not be empty"),
         ({"max_repairs": -1}, "max_repairs must not be negative, not -1"),
         ({"threds": 1}, "unknown key threds"),
         ({"engine": {**ENGINE, "num_block": 1}}, "unknown key engine.num_block"),
         ({"engine": {**ENGINE, "block_size": 0}}, "block_size must be at least 1, not 0"),
+        ({"engine": {}}, "engine.num_blocks is missing; engine.max_model_len is missing"),
+        ({"engine": 5}, "engine must hold a mapping, not 5"),
+        ({"engine": {**ENGINE, "num_blocks": "abc"}}, "engine.num_blocks: should be a valid integer.*, not 'abc'"),
+        ({"threads": "two"}, "threads: should be a valid integer.*, not 'two'"),
+        ({"model": 7}, "model: should be a valid string, not 7"),
     ],
 )
 def test_a_value_that_is_not_allowed_is_named(values: dict[str, object], says: str) -> None:
@@ -48,6 +53,11 @@ def test_a_pool_too_small_for_one_context_does_not_start() -> None:
     config = WorkerConfig(engine=EngineConfig(num_blocks=10, max_model_len=512), executor="hash")
     with pytest.raises(ValueError, match="num_blocks must be at least 33, or max_model_len at most 144"):
         build_engine(config)
+
+
+def test_a_configuration_without_an_engine_says_so() -> None:
+    with pytest.raises(ValueError, match="engine is missing"):
+        WorkerConfig.from_dict({"worker_id": "a"})
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
