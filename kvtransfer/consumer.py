@@ -185,7 +185,7 @@ class Consumer:
             case Ready():
                 return self._ready(message)
             case Complete():
-                return self._completed(message, now)
+                return self._completed(message)
             case Confirmed():
                 return self._confirmed(message, now)
 
@@ -231,7 +231,7 @@ class Consumer:
         self._num_announced[message.group] = end
         return self._next_copy()
 
-    def _completed(self, message: Complete, now: float) -> list[ConsumerAction]:
+    def _completed(self, message: Complete) -> list[ConsumerAction]:
         if self._complete is not None:
             return []
         source = self.open.source

@@ -28,6 +28,10 @@ class Drain:
         """From now on nothing new is taken; idempotent."""
         self.draining = True
 
-    async def finished(self) -> None:
-        """Waits until nothing is in flight."""
-        await self._idle.wait()
+    async def finished(self, timeout_s: float) -> bool:
+        """Waits until nothing is in flight, but not longer than that; whether nothing is."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True

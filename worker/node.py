@@ -112,7 +112,9 @@ class WorkerNode:
         endpoint = metrics.serve(config.host, config.metrics_port)
         stack.push_async_callback(asyncio.to_thread, endpoint.close)
         description = self._describe(built, endpoint)
-        service = WorkerService(description, self._events, role, self._load, drain)
+        service = WorkerService(
+            description, self._events, role, self._load, drain, config.drain_timeout_s, self._not_serving
+        )
         return await self._serve(stack, service)
 
     async def _serve(self, stack: AsyncExitStack, service: WorkerService) -> str:
@@ -138,6 +140,10 @@ class WorkerNode:
         # Streams are cancelled at once: their requests are aborted, as when the process dies.
         stack.push_async_callback(server.stop, None)
         return f"{self.config.host}:{port}"
+
+    async def _not_serving(self) -> None:
+        """Draining: health checks shall send nothing new here."""
+        await self._health.enter_graceful_shutdown()
 
     def _describe(self, built: BuiltEngine, endpoint: MetricsEndpoint) -> pb.DescribeResponse:
         engine = self.config.engine

@@ -1,21 +1,21 @@
 """The `Worker` service: gRPC moves the messages, others decide."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import islice
 from typing import Any
 
 import grpc
 
-import worker.session as worker_session
 from engine.kvcache.block_hash import BlockHash
 from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
+from worker import session as worker_session
 from worker.drain import Drain
 from worker.kv_events import KvEventPublisher, SubscriberTooSlow
 from worker.load import LoadReporter
-from worker.session import SessionBroken, SessionHandler
+from worker.session import SessionHandler
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -24,7 +24,12 @@ SNAPSHOT_HASHES = 65_536  # a message: 1 MiB
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Answers gateways."""
+    """Answers gateways.
+
+    Args:
+        drain_timeout_s: how long a caller of `Drain` waits at most; what runs by then goes on.
+        not_serving: called when draining begins, for the health service to tell.
+    """
 
     def __init__(
         self,
@@ -33,12 +38,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         handler: SessionHandler,
         load: LoadReporter,
         drain: Drain,
+        drain_timeout_s: float,
+        not_serving: Callable[[], Awaitable[None]],
     ) -> None:
         self._description = description
         self._events = events
         self._handler = handler
         self._load = load
         self._drain = drain
+        self._drain_timeout_s = drain_timeout_s
+        self._not_serving = not_serving
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
         return self._description
@@ -46,15 +55,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Session(
         self, requests: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        session = worker_session.Session()
+        # A stream whose gateway does not read hangs in a write: only cancelling it ends it.
+        task = asyncio.current_task()
+        assert task is not None
+        session = worker_session.Session(on_broken=task.cancel)
         self._load.add(session)
         reader = asyncio.create_task(self._read(session, requests))
         try:
             async for response in session.outgoing():
                 yield response
             await reader  # it has ended, or failed: then the stream fails as well
-        except SessionBroken as exc:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(exc))
         finally:
             # Reached on every end: half-close by the gateway, its death, cancellation, our own stop.
             reader.cancel()
@@ -109,7 +119,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         self._drain.begin()
         self._load.changed()
-        await self._drain.finished()
+        await self._not_serving()
+        if not await self._drain.finished(self._drain_timeout_s):
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"requests are still in flight after {self._drain_timeout_s:g} s"
+            )
         return pb.DrainResponse()
 
 

@@ -1,33 +1,37 @@
 """A gateway's session with a worker: one stream, the lease of all requests that came through it (PROTOCOL §2)."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from tandem.v1 import worker_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 # A gateway that is this many messages behind does not read any more.
 MAX_BACKLOG = 16_384
 
 
-class SessionBroken(Exception):
-    """The gateway does not read: the session is closed on it."""
-
-
 class Session:
-    """What goes out on one stream, in order."""
+    """What goes out on one stream, in order.
 
-    def __init__(self) -> None:
+    Args:
+        on_broken: called once, when the gateway is so far behind that it is left: the stream is to be ended.
+    """
+
+    def __init__(self, on_broken: Callable[[], object]) -> None:
         self._queue: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
-        self._broken = False
+        self._on_broken: Callable[[], object] | None = on_broken
 
     def send(self, response: pb.SessionResponse) -> None:
         """Queues a message; past the bound the stream is ended instead."""
-        if self._broken:
+        if self._on_broken is None:
             return
         if self._queue.qsize() >= MAX_BACKLOG:
-            self._broken = True
-            self._queue.put_nowait(None)
+            logger.warning("a gateway is more than %d messages behind: its session is ended", MAX_BACKLOG)
+            on_broken, self._on_broken = self._on_broken, None
+            on_broken()
             return
         self._queue.put_nowait(response)
 
@@ -41,17 +45,9 @@ class Session:
         self._queue.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[pb.SessionResponse]:
-        """The messages to write, until the session is closed.
-
-        Raises:
-            SessionBroken: the gateway fell too far behind.
-        """
+        """The messages to write, until the session is closed."""
         while (response := await self._queue.get()) is not None:
-            if self._broken:
-                break
             yield response
-        if self._broken:
-            raise SessionBroken(f"more than {MAX_BACKLOG} messages behind")
 
 
 class SessionHandler(Protocol):

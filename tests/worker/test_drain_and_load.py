@@ -17,13 +17,16 @@ async def test_draining_ends_when_the_last_one_has_left() -> None:
     drain.enter()
     drain.begin()
     drain.begin()
-    finished = asyncio.ensure_future(drain.finished())
+    finished = asyncio.ensure_future(drain.finished(PATIENCE_S))
     drain.leave()
     await asyncio.sleep(0)
     assert not finished.done()
     drain.leave()
     async with asyncio.timeout(PATIENCE_S):
-        await finished
+        assert await finished
+    drain.enter()
+    assert not await drain.finished(0)
+    drain.leave()
     with pytest.raises(AssertionError, match="left more often"):
         drain.leave()
 
@@ -31,7 +34,7 @@ async def test_draining_ends_when_the_last_one_has_left() -> None:
 async def test_changes_are_told_together_and_only_if_something_has_changed() -> None:
     now = pb.Load(num_running=1)
     reporter = LoadReporter(lambda: pb.Load(num_running=now.num_running))
-    session = Session()
+    session = Session(on_broken=lambda: None)
     reporter.add(session)
     for _ in range(5):
         now.num_running += 1
