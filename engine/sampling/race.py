@@ -7,8 +7,8 @@ The first to arrive is token t with probability weight(t) / (sum of all), which 
 Against one `u` for all and the inverse of the cumulative distribution, which needs fewer numbers, it has the property
 that serving needs: nearly the same weights give the same token. Which kernel computed the KV (a prefill chunk, a decode
 step, another worker) changes logits in their last bits. That moves every border of a cumulative distribution a little,
-and exchanges tokens of nearly equal weight in it; measured on the embedded model, up to 1.6 % of all sampled tokens
-changed with the path. A race changes its winner only if the second was as close behind as the bits that changed.
+and exchanges tokens of nearly equal weight in it. A race changes its winner only if the second was as close behind as
+the bits that changed.
 """
 
 import math
