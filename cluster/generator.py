@@ -11,6 +11,7 @@ alone.
 """
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +94,21 @@ class Generator(Protocol):
 
     @property
     def stats(self) -> GeneratorStats: ...
+
+    @property
+    def max_concurrent(self) -> int:
+        """Sequences that may be in flight; a call of more can never be served."""
+        ...
+
+    def admit(self, requests: Sequence[SequenceRequest]) -> AbstractContextManager[None]:
+        """Takes a place for each sequence of a call, before any of them is started; the `with` block's end frees them.
+
+        A sequence that is generated without is admitted by itself.
+
+        Raises:
+            GenerationError: on entering: one of them cannot be served, or there is no room for all; no place is taken.
+        """
+        ...
 
     def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         """Yields the sequence's chunks. Leaving the iteration early (aclose, cancellation) aborts the request.

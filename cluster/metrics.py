@@ -97,8 +97,8 @@ class GatewayMetrics:
     def count_end(self, finished_reason: str) -> None:
         self._success.labels(*self._labels, finished_reason).inc()
 
-    def count_error(self, error: str) -> None:
-        self._failure.labels(*self._labels, error).inc()
+    def count_error(self, error: str, num_sequences: int = 1) -> None:
+        self._failure.labels(*self._labels, error).inc(num_sequences)
 
 
 class SequenceTiming:

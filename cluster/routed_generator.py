@@ -1,8 +1,8 @@
 """The generator over real workers: what is checked and bounded before a request becomes a `RequestRun`."""
 
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from itertools import count
 
 from cluster.clock import Clock
@@ -38,6 +38,7 @@ class RoutedGenerator:
         self._max_concurrent = max_concurrent
         self._clock = clock
         self._stats = GeneratorStats()
+        self._reserved: set[str] = set()  # admitted, not begun
         self._active: set[str] = set()
         # Worker-side names of requests: no two gateways, nor two lives of one, may use the same.
         self._wire_prefix = secrets.token_hex(4)
@@ -51,6 +52,10 @@ class RoutedGenerator:
     def stats(self) -> GeneratorStats:
         return self._stats
 
+    @property
+    def max_concurrent(self) -> int:
+        return self._max_concurrent
+
     async def wait_ready(self) -> None:
         """Returns once a request can be served: a decode worker is there."""
         await self._membership.wait_ready()
@@ -61,8 +66,11 @@ class RoutedGenerator:
 
     async def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         """Yields the sequence's chunks; see `Generator.generate`."""
-        self._check(request, self.model)
-        self._admit(request)
+        if request.request_id not in self._reserved:
+            self._reserve((request,))
+        self._reserved.remove(request.request_id)
+        self._active.add(request.request_id)
+        self._stats.num_active = len(self._active)
         try:
             run = RequestRun(
                 request,
@@ -79,22 +87,51 @@ class RoutedGenerator:
             self._active.discard(request.request_id)
             self._stats.num_active = len(self._active)
 
-    def _admit(self, request: SequenceRequest) -> None:
-        if request.request_id in self._active:
-            raise InvalidRequest(f"a request with the id {request.request_id!r} is in flight", param="request_id")
-        if len(self._active) >= self._max_concurrent:
-            self._stats.queue_full += 1
-            raise QueueFull(f"{len(self._active)} requests are in flight, as many as this gateway takes")
-        self._active.add(request.request_id)
-        self._stats.num_active = len(self._active)
+    @contextmanager
+    def admit(self, requests: Sequence[SequenceRequest]) -> Iterator[None]:
+        """Takes a place for each sequence of a call; see `Generator.admit`."""
+        self._reserve(requests)
+        try:
+            yield
+        finally:
+            self._reserved.difference_update(request.request_id for request in requests)
 
-    def _check(self, request: SequenceRequest, model: ServedModel) -> None:
+    def _reserve(self, requests: Sequence[SequenceRequest]) -> None:
+        """Takes places for all, or raises and takes none."""
+        # First, as it is least work: a crowd is refused without being looked at.
+        num_taken = len(self._active) + len(self._reserved)
+        if num_taken + len(requests) > self._max_concurrent:
+            self._stats.queue_full += len(requests)
+            more = f", and this call would add {len(requests)}" if len(requests) > 1 else ""
+            raise QueueFull(f"{num_taken} requests are in flight{more}; this gateway takes {self._max_concurrent}")
+        model = self.model
+        checked: set[int] = set()
+        request_ids: set[str] = set()
+        for request in requests:
+            self._check(request, model, checked)
+            if any(request.request_id in ids for ids in (self._active, self._reserved, request_ids)):
+                raise InvalidRequest(f"a request with the id {request.request_id!r} is in flight", param="request_id")
+            request_ids.add(request.request_id)
+        self._reserved |= request_ids
+
+    def _check(self, request: SequenceRequest, model: ServedModel, checked: set[int]) -> None:
+        """Raises if the request cannot be served.
+
+        Args:
+            checked: identities of collections of token ids that are known to be right: the choices of a prompt share
+                theirs, which can be long.
+        """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
             raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
-        _check_token_ids("prompt", request.prompt_token_ids, model.vocab_size)
-        _check_token_ids("stop_token_ids", request.params.stop_token_ids, model.vocab_size)
-        _check_token_ids("logit_bias", request.params.logit_bias, model.vocab_size)
+        for param, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", request.params.stop_token_ids),
+            ("logit_bias", request.params.logit_bias),
+        ):
+            if id(token_ids) not in checked:
+                _check_token_ids(param, token_ids, model.vocab_size)
+                checked.add(id(token_ids))
         if num_prompt + max_tokens > model.max_model_len:
             raise InvalidRequest(
                 f"This model's maximum context length is {model.max_model_len} tokens. However, you requested "
@@ -108,8 +145,10 @@ class RoutedGenerator:
             raise InvalidRequest(f"priority must be a 32-bit integer, not {request.priority}", param="priority")
 
 
-def _check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
+def _check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if not token_ids:
+        return
+    for token_id in (min(token_ids), max(token_ids)):  # in C, because prompts can be long
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
                 f"token id {token_id} of {param} is out of range: the vocabulary has the ids 0 to {vocab_size - 1}",

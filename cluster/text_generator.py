@@ -5,10 +5,12 @@ is a `TextDelta` for every step that brought tokens. A stop string ends its choi
 worker stops, and the tokens after it count for nothing.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
+from cluster.errors import GenerationError, InvalidRequest
 from cluster.generator import Generator, SequenceChunk, SequenceRequest, ServedModel, StageTimes
 from cluster.interleave import interleave
 from cluster.metrics import GatewayMetrics
@@ -109,16 +111,51 @@ class TextGenerator:
         Raises:
             InvalidRequest: see `SequencePlanner.plan`.
         """
-        return await self.planner.plan(request)
+        return (await self.plan_all((request,)))[0]
 
-    def run(self, planned: Sequence[PlannedText]) -> AsyncGenerator[TextDelta, None]:
+    async def plan_all(self, requests: Sequence[TextRequest]) -> list[PlannedText]:
+        """Plans the prompts of one call; other calls go on between them.
+
+        Raises:
+            InvalidRequest: of a prompt, see `SequencePlanner.plan`; or all together are more than can ever be served.
+        """
+        # Before any work: each choice costs some, and a small body can ask for very many.
+        num_choices = sum(request.options.n for request in requests)
+        most = self.generator.max_concurrent
+        if num_choices > most:
+            raise InvalidRequest(
+                f"a call may have at most {most} choices, not {num_choices} (n for each of {len(requests)} prompts)",
+                param="n" if len(requests) <= most else requests[0].prompt_field,
+            )
+        planned: list[PlannedText] = []
+        for request in requests:
+            if planned:
+                await asyncio.sleep(0)
+            planned.append(await self.planner.plan(request))
+        return planned
+
+    async def run(self, planned: Sequence[PlannedText]) -> AsyncGenerator[TextDelta, None]:
         """Runs all choices of all prompts side by side; a choice's index counts through them, prompt by prompt.
 
         Wrap it in `contextlib.aclosing`: closing it aborts what still runs.
 
         Raises:
-            GenerationError: a sequence could not be started or finished; the others are aborted.
+            GenerationError: there is no room for all, and none was started; or a sequence could not be started or
+                finished, and the others are aborted.
         """
+        sequences = [sequence for prompt in planned for sequence in prompt.sequences]
+        with ExitStack() as places:
+            try:
+                places.enter_context(self.generator.admit(sequences))
+            except GenerationError as error:
+                self._metrics.count_error(type(error).__name__, len(sequences))
+                raise
+            async with aclosing(interleave(self._streams(planned))) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def _streams(self, planned: Sequence[PlannedText]) -> list[AsyncGenerator[TextDelta, None]]:
+        """One for each choice."""
         streams: list[AsyncGenerator[TextDelta, None]] = []
         base = 0
         for prompt in planned:
@@ -127,7 +164,7 @@ class TextGenerator:
             for index, sequence in enumerate(prompt.sequences):
                 streams.append(self._run(base + index, sequence, prompt))
             base += prompt.options.n
-        return interleave(streams)
+        return streams
 
     async def _run(
         self, index: int, sequence: SequenceRequest, planned: PlannedText

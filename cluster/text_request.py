@@ -212,6 +212,9 @@ class SequencePlanner:
         stop_token_ids = set(options.stop_token_ids)
         if not options.ignore_eos:
             stop_token_ids |= self._tokenizer.eos_token_ids
+        # The same objects for all choices: they can be large, and whoever looks at them need do so but once.
+        sorted_stop_token_ids = tuple(sorted(stop_token_ids))
+        logit_bias = dict(options.logit_bias)
         try:
             all_params = [
                 SamplingParams(
@@ -223,11 +226,11 @@ class SequencePlanner:
                     repetition_penalty=options.repetition_penalty,
                     presence_penalty=options.presence_penalty,
                     frequency_penalty=options.frequency_penalty,
-                    logit_bias=dict(options.logit_bias),
+                    logit_bias=logit_bias,
                     seed=choice_seed(seed, index),
                     logprobs=options.logprobs,
                     min_tokens=options.min_tokens,
-                    stop_token_ids=tuple(sorted(stop_token_ids)),
+                    stop_token_ids=sorted_stop_token_ids,
                 )
                 for index in range(options.n)
             ]

@@ -6,9 +6,10 @@ whose iteration has ended, however it did.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from cluster.errors import GenerationError
+from cluster.errors import GenerationError, QueueFull
 from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad, WorkerStatus
 from engine.executor import SampledToken
@@ -77,9 +78,11 @@ class FakeGenerator:
         fail_after: int = 0,
         tokens_per_chunk: int = 1,
         num_cached_tokens: int = 0,
+        max_concurrent: int = 1024,
     ) -> None:
         self.model = model or served_model()
         self.stats = GeneratorStats()
+        self.max_concurrent = max_concurrent
         self.requests: list[SequenceRequest] = []
         self.closed: list[str] = []
         self.finished: list[str] = []
@@ -106,6 +109,12 @@ class FakeGenerator:
     async def ended(self) -> None:
         """Until a request has ended."""
         await self._ended.wait()
+
+    @contextmanager
+    def admit(self, requests: Sequence[SequenceRequest]) -> Iterator[None]:
+        if self.stats.num_active + len(requests) > self.max_concurrent:
+            raise QueueFull(f"{self.stats.num_active} requests are in flight")
+        yield
 
     async def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         self.requests.append(request)

@@ -40,7 +40,7 @@ def _add_generation(app: FastAPI, server: ApiServer) -> None:
         fields = CompletionRequest.parse(await read_object(request, server.max_body_bytes))
         server.check_model(fields.model)
         head = server.head("cmpl")
-        planned = [await server.text.plan(text) for text in fields.text_requests(head.id)]
+        planned = await server.text.plan_all(fields.text_requests(head.id))
         shape = CompletionShape(fields, planned, server.text.tokenizer)
         call = Call(server.text, planned, head, shape, wants_usage=fields.wants_usage)
         return call.stream() if fields.stream else await call.whole(request)

@@ -147,6 +147,37 @@ async def test_a_request_that_fills_the_context_exactly_is_served() -> None:
         assert len(await c.tokens(request((1,) * 90, max_tokens=10))) == 10
 
 
+async def test_places_of_a_call_are_taken_all_at_once_or_not_at_all() -> None:
+    async with fake_cluster("d0", automatic=True, max_concurrent=4) as c:
+        first = [request() for _ in range(3)]
+        with c.generator.admit(first):
+            with (
+                pytest.raises(QueueFull, match="3 requests are in flight, and this call would add 2; "),
+                c.generator.admit([request(), request()]),
+            ):
+                raise AssertionError("admitted")
+            assert c.generator.stats.queue_full == 2
+            assert c.workers["d0"].received == []
+            assert len(await c.tokens(request())) == 6  # the fourth place
+            for sequence in first:
+                assert len(await c.tokens(sequence)) == 6
+        with c.generator.admit([request() for _ in range(4)]):
+            pass  # none is begun: their places are free again
+        with c.generator.admit([request() for _ in range(4)]):
+            pass
+
+
+async def test_a_call_with_one_bad_sequence_takes_no_place() -> None:
+    async with fake_cluster("d0", automatic=True, max_concurrent=2) as c:
+        twice = request()
+        for bad in ([request(), request((1, 1000))], [twice, twice]):
+            with pytest.raises(InvalidRequest), c.generator.admit(bad):
+                raise AssertionError("admitted")
+        assert len(await c.tokens(twice)) == 6
+        with c.generator.admit([request(), request()]):
+            pass
+
+
 async def test_more_requests_than_allowed_are_refused_and_room_is_made_by_every_end() -> None:
     async with fake_cluster("d0", max_concurrent=2) as c:
         readings = [Reading(c, request()) for _ in range(2)]

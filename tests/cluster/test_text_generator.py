@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from cluster.errors import WorkerLost
 from cluster.generator import SequenceChunk, SequenceRequest
 from cluster.text_generator import OutputText, TextDelta
-from cluster.text_request import TextOptions, TextRequest
+from cluster.text_request import PlannedText, SequencePlanner, TextOptions, TextRequest
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason
 from fake_generator import FakeGenerator
-from gateway_api import Api, embedded_tokenizer
+from gateway_api import Api, embedded_tokenizer, error_of, ticking_clock
 
 
 async def deltas_of(api: Api, **options: Any) -> list[TextDelta]:
@@ -130,3 +130,58 @@ async def test_tokens_count_when_their_text_is_kept_back() -> None:
     async with aclosing(api.text.run([planned])) as deltas:
         first = await anext(deltas)
         assert (first.text, len(first.tokens)) == ("", 1)
+
+
+async def test_call_of_more_choices_than_can_ever_run_is_refused_before_any_is_planned() -> None:
+    api = Api(FakeGenerator(max_concurrent=1024))
+    planned: list[str] = []
+
+    class Counting(SequencePlanner):
+        async def plan(self, request: TextRequest) -> PlannedText:
+            planned.append(request.request_id)
+            return await super().plan(request)
+
+    api.text.planner = Counting(api.generator.model, api.tokenizer, clock=ticking_clock())
+    error = error_of(await api.complete(["hi"] * 2048, n=128, max_tokens=1), 400)
+    assert error["message"] == "a call may have at most 1024 choices, not 262144 (n for each of 2048 prompts)"
+    assert error["param"] == "prompt"
+    assert error_of(await api.complete(["hi"] * 9, n=128, max_tokens=1), 400)["param"] == "n"
+    assert planned == []
+    assert api.generator.requests == []
+
+
+async def test_call_that_does_not_fit_beside_others_is_refused_as_a_whole() -> None:
+    api = Api(FakeGenerator(max_concurrent=4))
+    planned = await api.text.plan(TextRequest(request_id="r", prompt="Hi", options=TextOptions(n=2)))
+    async with aclosing(api.text.run([planned])) as deltas:
+        await anext(deltas)
+        for stream in (False, True):
+            assert error_of(await api.complete("Hi", n=3, stream=stream), 429)["code"] == "queue_full"
+    assert [request.request_id for request in api.generator.requests] == ["r-0", "r-1"]
+    assert 'error="QueueFull"' in api.server_metrics()
+
+
+async def test_other_calls_go_on_while_many_prompts_are_planned() -> None:
+    api = Api()
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count_turns())
+    await api.text.plan_all([TextRequest(request_id=f"r{i}", prompt="Hi") for i in range(50)])
+    counting.cancel()
+    assert turns >= 48
+
+
+async def test_choices_of_a_prompt_share_what_is_large() -> None:
+    options = TextOptions(n=3, logit_bias={5: 1.0}, stop_token_ids=(7, 9))
+    planned = await Api().text.plan(TextRequest(request_id="r", prompt="Hi", options=options))
+    first, *others = planned.sequences
+    for other in others:
+        assert other.prompt_token_ids is first.prompt_token_ids
+        assert other.params.logit_bias is first.params.logit_bias
+        assert other.params.stop_token_ids is first.params.stop_token_ids
