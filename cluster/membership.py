@@ -54,6 +54,7 @@ class Membership:
         self._ready: dict[str, WorkerLink] = {}  # by instance id
         self._reference: WorkerInfo | None = None
         self._changed = asyncio.Event()
+        self.is_closed = False
 
     @property
     def clock(self) -> Clock:
@@ -79,7 +80,8 @@ class Membership:
                 self._notify()
 
     async def close(self) -> None:
-        """Removes all workers."""
+        """Removes all workers, for good: requests in flight are told that the server is shutting down."""
+        self.is_closed = True
         links = list(self._links.values())
         self._links.clear()
         await asyncio.gather(*(link.close() for link in links))

@@ -130,6 +130,8 @@ class RequestRun:
     # --- its steps
 
     def _submit(self) -> _Attempt:
+        if self._membership.is_closed:
+            raise _shutting_down()
         token_ids = [*self._request.prompt_token_ids, *self._delivered]
         extend_hashes(self._hashes, self._root, token_ids, self._block_size)
         while True:
@@ -154,6 +156,8 @@ class RequestRun:
     def _resubmit(self, attempt: _Attempt, error: WorkerLost | QueueFull) -> _Attempt:
         """Moves the request to another decode worker."""
         self._leave(error)
+        if self._membership.is_closed:
+            raise _shutting_down() from error  # the worker was not lost: we have let go of it
         self._tried.add(attempt.plan.decode.instance_id)
         if self._num_attempts > self._limits.max_resubmissions:
             raise _told_why(error, f"the request had been moved {self._limits.max_resubmissions} times before")
@@ -221,6 +225,10 @@ class RequestRun:
             self._attempt.session.abort(self._attempt.stream, error)
             self._ledger.release(self._attempt.wire_id)
             self._attempt = None
+
+
+def _shutting_down() -> NoWorker:
+    return NoWorker("the server is shutting down")
 
 
 def _told_why(error: WorkerLost | QueueFull, reason: str) -> WorkerLost | QueueFull:

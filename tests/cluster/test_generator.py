@@ -406,6 +406,20 @@ async def test_a_prefill_worker_that_restarts_serves_the_next_request() -> None:
         await reading.task
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_a_request_cut_off_by_the_end_of_the_gateway_is_told_so(num_tokens: int) -> None:
+    async with fake_cluster("p0 d0 d1") as c:
+        reading = Reading(c, request())
+        (await c.next_request()).send_tokens(num_tokens)
+        await reading.has(num_tokens)
+        await c.membership.close()
+        with pytest.raises(NoWorker, match=r"^the server is shutting down$"):
+            await reading.task
+        with pytest.raises(NoWorker, match=r"^the server is shutting down$"):
+            await c.tokens(request())
+        assert c.generator.stats.resubmissions == 0
+
+
 # --- ends
 
 
