@@ -71,7 +71,7 @@ class TorchExecutor:
         )
         self._layout = KVLayout(
             block_size=block_size,
-            bytes_per_block=int(np.prod(self._block_shape)) * self._dtype.itemsize,
+            bytes_per_block=self.config.bytes_per_block(block_size, self._dtype.itemsize),
             fingerprint=fingerprint(
                 self.config,
                 dtype=str(self._dtype),

@@ -96,6 +96,10 @@ class ModelConfig:
         if not holds:
             raise ModelLoadError(f"the config of this {self.architecture} does not fit together: {otherwise}")
 
+    def bytes_per_block(self, block_size: int, item_bytes: int) -> int:
+        """Of a KV block of all layers: K and V of `block_size` tokens, in numbers of `item_bytes` each."""
+        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * item_bytes
+
     @classmethod
     def load(cls, path: Path) -> "ModelConfig":
         """Reads the description of the model at `path` (as `resolve_model` returns it), not its weights.
