@@ -94,7 +94,9 @@ class ClusterConfig(BaseModel):
     lease_s: _Seconds = Field(30.0, description="A hand-off without progress for so long is over.")
     keepalive_s: _Seconds = Field(2.0, description="Between pings of a stream; dead after 3 missed.")
     max_repairs: _Int = Field(3, ge=0, description="How often a request may lose a worker before it fails.")
-    drain_timeout_s: _Seconds = Field(300.0, description="A worker that is drained ends after so long, whatever runs.")
+    drain_timeout_s: _Seconds = Field(
+        300.0, description="A worker asked to drain (Worker.Drain) answers after so long at the latest, whatever runs."
+    )
     start_timeout_s: _Seconds = Field(600.0, description="For workers to be placed and to load the model.")
     shutdown_timeout_s: _Seconds = Field(5.0, description="For running requests to end after Ctrl-C.")
 
