@@ -76,9 +76,7 @@ def plan_workers(config: ClusterConfig, num_cores: int | None = None) -> WorkerP
         model = ModelConfig.load(path)
     except (FileNotFoundError, ModelLoadError) as exc:
         raise ConfigError(f"model: {exc}") from exc
-    bytes_per_block = (
-        model.num_layers * 2 * model.num_kv_heads * config.block_size * model.head_dim * _ITEM_BYTES[config.dtype]
-    )
+    bytes_per_block = model.bytes_per_block(config.block_size, _ITEM_BYTES[config.dtype])
     engine = _engine_config(config, model, bytes_per_block)
     num_workers = config.prefill_workers + config.decode_workers
     threads = config.threads or max(1, (num_cores or len(os.sched_getaffinity(0))) // num_workers)
@@ -158,16 +156,18 @@ class PlacementGroup:
 def place(workers: Sequence[PlannedWorker], gpus_per_worker: int = 0) -> list[PlacementGroup]:
     """Who must be near whom.
 
-    On CPUs all workers are one group that is packed: blocks travel through shared memory, which needs one machine, and
-    a cluster of larger numbers spreads over several. With GPUs, each prefill worker and its decode worker are a pair on
-    one machine, since a GPU's memory can be mapped only there; who is left without a partner is placed alone.
+    On CPUs all workers are one group on one machine: any decode worker may be handed a prompt by any prefill worker,
+    and blocks travel through shared memory. Decode workers without prefill workers hand nothing over and may spread.
+    With GPUs, each prefill worker and its decode worker are a pair on one machine, since a GPU's memory can be mapped
+    only there; who is left without a partner is placed alone.
     """
 
     def bundle(worker: PlannedWorker) -> Bundle:
         return Bundle(worker, worker.num_cpus, gpus_per_worker)
 
     if not gpus_per_worker:
-        return [PlacementGroup("PACK", tuple(map(bundle, workers)))]
+        has_handoffs = any(worker.role is Role.PREFILL for worker in workers)
+        return [PlacementGroup("STRICT_PACK" if has_handoffs else "PACK", tuple(map(bundle, workers)))]
     prefill = [worker for worker in workers if worker.role is Role.PREFILL]
     decode = [worker for worker in workers if worker.role is Role.DECODE]
     num_pairs = min(len(prefill), len(decode))

@@ -111,10 +111,14 @@ def placed_ids(model: str, prefill: int, decode: int, gpus: int) -> list[tuple[s
     return [(group.strategy, tuple(b.worker.worker_id for b in group.bundles)) for group in groups]
 
 
-def test_workers_on_cpus_are_one_packed_group(model: str) -> None:
-    assert placed_ids(model, 1, 2, gpus=0) == [("PACK", ("prefill-0", "decode-0", "decode-1"))]
+def test_workers_on_cpus_share_one_machine(model: str) -> None:
+    assert placed_ids(model, 1, 2, gpus=0) == [("STRICT_PACK", ("prefill-0", "decode-0", "decode-1"))]
     (group,) = place(planned(model, 1, 1))
     assert [(b.num_cpus, b.num_gpus) for b in group.bundles] == [(2, 0), (2, 0)]
+
+
+def test_decode_workers_that_no_one_hands_blocks_to_may_spread(model: str) -> None:
+    assert placed_ids(model, 0, 2, gpus=0) == [("PACK", ("decode-0", "decode-1"))]
 
 
 def test_workers_with_gpus_are_pairs_that_stay_on_one_machine(model: str) -> None:
