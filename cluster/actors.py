@@ -8,10 +8,13 @@ Ray carries no token and no block: it knows which processes there are to be, and
 """
 
 import asyncio
+import atexit
 import logging
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 # Ray's least; nothing of ours goes through its object store.
 _OBJECT_STORE_BYTES = 80 << 20
 _REACH_S = 10.0
+# For what Ray does at the end. A SIGTERM to all processes of a service (from systemd, `timeout`, a shell) ends its
+# daemons as well, and without them it would try to reach them for a minute.
+_RAY_END_S = 2.0
 
 
 class FleetError(Exception):
@@ -91,9 +97,34 @@ def _require_reachable(address: str) -> None:
         raise FleetError(f"nothing answers at the Ray address {address!r}") from exc
 
 
-def disconnect() -> None:
+async def disconnect() -> None:
     """Leaves Ray; a local one ends with all its processes. Idempotent."""
-    ray.shutdown()
+    if not await _ended_in_time(ray.shutdown):
+        # Nor shall it try once more when the interpreter ends. What is left of a local Ray is ended then nevertheless,
+        # by a handler of its own; and workers end without their daemon.
+        atexit.unregister(ray.shutdown)
+
+
+async def _ended_in_time(call: Callable[[], None]) -> bool:
+    """Whether a call to Ray has come back; one that hangs is left to a thread that nobody waits for."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            call()
+        except RayError as exc:
+            logger.debug("Ray at its end: %s", exc)
+        finally:
+            with suppress(RuntimeError):  # the loop is closed: too late
+                loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=run, name="end of Ray", daemon=True).start()
+    try:
+        await asyncio.wait_for(ended.wait(), _RAY_END_S)
+    except TimeoutError:
+        logger.info("Ray does not answer: it is left as it is")
+        return False
+    return True
 
 
 class WorkerActor:
@@ -239,12 +270,18 @@ class Fleet:
                 # Whoever is late, or dead already, is killed with the rest; what a worker complains of is to be heard.
                 if isinstance(end, RayTaskError):
                     logger.error("a worker did not end well: %s", _first_line(end.cause))
-        for member in self._members:
-            ray.kill(member.actor, no_restart=True)
+        members, groups = tuple(self._members), tuple(self._groups)
         self._members.clear()
-        for group in self._groups:
-            remove_placement_group(group)
         self._groups.clear()
+
+        def release() -> None:
+            for member in members:
+                ray.kill(member.actor, no_restart=True)
+            for group in groups:
+                remove_placement_group(group)
+
+        if members or groups:
+            await _ended_in_time(release)
 
     async def _place(self) -> None:
         for planned_group in place(self._workers, self._gpus_per_worker):
@@ -254,9 +291,10 @@ class Fleet:
                 await asyncio.wait_for(_result(group.ready()), self._start_timeout_s)
             except TimeoutError as exc:
                 bundles = planned_group.bundles
+                together = " on one machine" if planned_group.strategy == "STRICT_PACK" else ""
                 raise FleetError(
                     f"the Ray cluster has no room for {len(bundles)} workers of {bundles[0].num_cpus} CPUs "
-                    f"and {bundles[0].num_gpus} GPUs each; waited {self._start_timeout_s:g} s"
+                    f"and {bundles[0].num_gpus} GPUs each{together}; waited {self._start_timeout_s:g} s"
                 ) from exc
             self._members += [
                 _Member(bundle.worker, self._new_actor(bundle, group, index))

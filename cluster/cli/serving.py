@@ -65,7 +65,8 @@ class Serving:
             ValueError: the model has no tokenizer that can be read, or workers do not fit each other.
             ServerError: the first request failed.
         """
-        _require_free(self._config.host, self._config.grpc_listen_port)
+        _require_free(self._config.host, self._config.port, "HTTP")
+        _require_free(self._config.host, self._config.grpc_listen_port, "gRPC")
         tasks = [asyncio.create_task(self.gateway.start())]
         # It has bound its port when it first waits, or failed: not worth starting Ray for.
         await asyncio.sleep(0)
@@ -91,7 +92,7 @@ class Serving:
 
         if self._fleet is not None:
             await self._fleet.stop(0.0 if at_once.is_set() else self._config.shutdown_timeout_s)
-        await asyncio.to_thread(actors.disconnect)
+        await actors.disconnect()
 
     async def _stop_gateway(self, at_once: asyncio.Event) -> None:
         hurry = asyncio.create_task(at_once.wait())
@@ -130,7 +131,7 @@ class Serving:
         except TimeoutError as exc:
             num_ready = sum(status.ready for status in self.membership.workers())
             raise FleetError(
-                f"only {num_ready} of {len(self._plan.workers)} workers were reached within {config.start_timeout_s:g} s"
+                f"only {num_ready} of {len(self._plan.workers)} workers were ready after {config.start_timeout_s:g} s"
             ) from exc
 
     def _connect_ray(self) -> None:
@@ -151,9 +152,11 @@ class Serving:
                 pass
 
 
-def _require_free(host: str, port: int) -> None:
-    """Tries the port of gRPC, which is bound last: in use, it shall be known first."""
+def _require_free(host: str, port: int, protocol: str) -> None:
+    """Tries a port: one that is in use, or a host that is not ours, shall be known before anything starts."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as exc:
-        raise OSError(exc.errno, f"cannot listen on port {port} for gRPC: {exc.strerror}") from exc
+        # Python's own text goes on about what it attempted.
+        reason = (exc.strerror or str(exc)).partition(" (while")[0]
+        raise OSError(exc.errno, f"cannot listen on port {port} of {host} for {protocol}: {reason}") from exc

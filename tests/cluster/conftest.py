@@ -1,5 +1,6 @@
 """What tests of the cluster share: one Ray for the whole session."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 
@@ -14,4 +15,4 @@ def local_ray() -> Iterator[None]:
 
     actors.connect("local", num_cpus=16)
     yield
-    actors.disconnect()
+    asyncio.run(actors.disconnect())

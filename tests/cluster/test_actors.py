@@ -106,8 +106,11 @@ async def test_worker_that_cannot_start_says_why_in_a_sentence(membership: Recor
 async def test_cluster_without_room_is_named_with_what_was_asked(membership: RecordingMembership) -> None:
     worker = planned(Role.DECODE, "decode-0")
     huge = replace(worker, config=replace(worker.config, threads=1000))
-    fleet = Fleet([huge], membership, start_timeout_s=1.0)
-    with pytest.raises(FleetError, match="no room for 1 workers of 1000 CPUs and 0 GPUs each; waited 1 s"):
+    prefill = replace(huge, role=Role.PREFILL)
+    fleet = Fleet([prefill, huge], membership, start_timeout_s=1.0)
+    with pytest.raises(
+        FleetError, match="no room for 2 workers of 1000 CPUs and 0 GPUs each on one machine; waited 1 s"
+    ):
         await fleet.start()
     await fleet.stop(timeout_s=1.0)
 

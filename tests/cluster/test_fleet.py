@@ -1,6 +1,7 @@
 """Who is launched, watched and launched again, and when: with actors that do what a test says, and no Ray."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.actors import Fleet, FleetError, _Member
+from cluster.actors import Fleet, FleetError, _ended_in_time, _Member
 from cluster.worker_info import Role
 from cluster.worker_plan import PlannedWorker
 from engine.config import EngineConfig
@@ -151,8 +152,17 @@ async def test_launches_that_go_on_when_one_has_failed_end_with_the_fleet(
     starting = asyncio.create_task(fleet.start())
     late = await actors["decode-1"].start.next()
     (await actors["decode-0"].start.next()).set_exception(RayActorError())
-    with pytest.raises(FleetError, match="^decode-0 died while it started"):
+    with pytest.raises(FleetError, match=r"^decode-0 died while it started"):
         await starting
     await fleet.stop(timeout_s=1.0)
     assert late.cancelled()
     assert membership.told == []
+
+
+async def test_call_to_a_ray_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("cluster.actors._RAY_END_S", 0.0)
+    assert not await _ended_in_time(lambda: None if answered.wait() else None)
+    answered.set()
+    monkeypatch.setattr("cluster.actors._RAY_END_S", 600.0)
+    assert await _ended_in_time(lambda: None)

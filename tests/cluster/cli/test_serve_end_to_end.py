@@ -71,8 +71,10 @@ def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-def test_printed_request_is_answered_apart_and_ctrl_c_leaves_nothing(
-    serving: subprocess.Popen[str], tmp_path: Path
+# As a terminal, and as systemd, `timeout` or a shell do: to everybody, Ray's daemons among them.
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_printed_request_is_answered_apart_and_the_end_leaves_nothing(
+    serving: subprocess.Popen[str], tmp_path: Path, end: signal.Signals
 ) -> None:
     assert serving.stdout is not None
     shared_memory = set(os.listdir("/dev/shm"))
@@ -94,8 +96,7 @@ def test_printed_request_is_answered_apart_and_ctrl_c_leaves_nothing(
     assert [(worker["worker_id"], worker["active_blocks"]) for worker in workers] == [("decode-0", 0), ("prefill-0", 0)]
     assert all(worker["free_blocks"] + worker["cached_blocks"] == 64 for worker in workers)
 
-    # As a terminal does: to everybody.
-    os.killpg(serving.pid, signal.SIGINT)
+    os.killpg(serving.pid, end)
     assert serving.wait(PATIENCE_S) == 0, (tmp_path / "stderr").read_text()
     assert all(ends_in_time(pid) for pid in processes_of_session(serving.pid))
     assert processes_of_session(serving.pid) == []
