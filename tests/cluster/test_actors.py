@@ -141,6 +141,11 @@ async def test_process_goes_with_a_worker_that_fails_but_not_with_one_that_is_st
     assert exits == ([] if is_stopped else [1])
 
 
+async def test_process_that_has_started_no_worker_has_none_to_wait_for() -> None:
+    actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False, log_level="warning")
+    assert not await actor.wait()
+
+
 def test_ray_address_where_nobody_answers_is_known_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
