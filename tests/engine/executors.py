@@ -49,7 +49,6 @@ def _make_torch(block_size: int) -> Executor:
 def _expected_torch(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """transformers' logits of the whole sequence, computed anew for every token, and our sampler."""
     from engine.sampling.sampler import Sampler
-
     from tests.tiny_models import logits_of
 
     _, model = _tiny_model()
