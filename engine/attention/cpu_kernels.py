@@ -315,7 +315,7 @@ def decode_attention_parallel(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
     out: Array, order: Array, kv_heads_per_task: int,
 ) -> None:  # fmt: skip
-    """As `decode_attention`, cut into tasks for threads: the same to the last bits, which its own compilation may round otherwise.
+    """As `decode_attention`, cut into tasks for threads; compiled for itself, it may round the last bits otherwise.
 
     Args:
         order: [num_requests] int64: threads take runs of this order.
