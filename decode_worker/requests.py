@@ -8,12 +8,11 @@ own end (`ended`), when no copy is in flight.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from uuid import uuid4
 
 from decode_worker.outbox import Outbox
 from decode_worker.request import ActiveRequest, ActiveRequests, Stage
-from engine.engine import Engine
-from engine.errors import QueueFull
 from engine.executor import SampledToken
 from engine.outputs import ReceiveTarget, RequestOutput, StepResult
 from engine.sampling_params import FinishReason, finish_reason_after
@@ -72,16 +71,7 @@ class DecodeRole(CacheLender):
             session.refuse(submit.request_id, Code.INVALID_ARGUMENT, str(exc))
             return
         self._active.add(active)
-
-        def add(engine: Engine) -> None:
-            try:
-                engine.add_request(request)
-            except QueueFull as exc:
-                self._thread.report(self._refused_by_engine, active, Code.RESOURCE_EXHAUSTED, str(exc))
-            except ValueError as exc:
-                self._thread.report(self._refused_by_engine, active, Code.INVALID_ARGUMENT, str(exc))
-
-        self._thread.post(add)
+        self._engine.add_request(request, partial(self._refused_by_engine, active))
 
     def assign(self, session: Session, assign: pb.Assign) -> None:
         active = self._active.find(session, assign.request_id)
@@ -223,15 +213,10 @@ class DecodeRole(CacheLender):
 
     def _run(self, active: ActiveRequest, num_tokens: int) -> None:
         active.stage = Stage.ENGINE
-        engine_id, first_token_id = active.engine_id, active.first_token_id
-        if first_token_id is None:
+        if active.first_token_id is None:
             # At least the last token is computed, for its logits.
             num_tokens = min(num_tokens, len(active.token_ids) - 1)
-
-        def finish(engine: Engine) -> None:
-            engine.finish_receiving(engine_id, num_tokens, first_token_id)
-
-        self._thread.post(finish)
+        self._engine.finish_receiving(active.engine_id, num_tokens, active.first_token_id)
 
     # --- ConsumerPort
 
@@ -270,11 +255,7 @@ class DecodeRole(CacheLender):
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:
         if (active := self._active.get(request_id)) is not None:
             active.num_confirmed_blocks = num_blocks
-
-        def commit(engine: Engine) -> None:
-            engine.commit_blocks(request_id, num_blocks)
-
-        self._thread.post(commit)
+        self._engine.commit_blocks(request_id, num_blocks)
 
     def committed(self, request_id: str, result: HandoffResult) -> None:
         self._context.metrics.observe_transfer(result.stats)
@@ -321,8 +302,4 @@ class DecodeRole(CacheLender):
 
     def ended(self, request_id: str) -> None:
         """No copy is in flight into the request's blocks: the engine may free them."""
-
-        def abort(engine: Engine) -> None:
-            engine.abort(request_id)
-
-        self._thread.post(abort)
+        self._engine.abort(request_id)

@@ -11,10 +11,9 @@ computed. A pull that fails costs a recompute of what it did not bring, nothing 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
-from engine.engine import Engine
-from engine.errors import QueueFull
 from engine.executor import SampledToken
 from engine.outputs import ReceiveTarget, RequestOutput, StepResult
 from engine.request import Request
@@ -82,21 +81,12 @@ class PrefillRole(CacheLender):
             raise HandoffRefused(Code.INVALID_ARGUMENT, str(exc)) from exc
         self._prefills[open.handoff_id] = _Prefill(source, listener, now + open.timeout_s, now)
         self._context.drain.enter()
-
-        def add(engine: Engine) -> None:
-            try:
-                engine.add_request(request)
-            except QueueFull as exc:
-                self._thread.report(self._refused, open.handoff_id, Code.RESOURCE_EXHAUSTED, str(exc))
-            except ValueError as exc:
-                self._thread.report(self._refused, open.handoff_id, Code.INVALID_ARGUMENT, str(exc))
-
-        self._thread.post(add)
+        self._engine.add_request(request, partial(self._refused, open.handoff_id))
 
     def abort(self, handoff_id: str) -> None:
         # With an open pull the engine frees the blocks only when no copy is in flight into them: see `ended`.
         if self._forget(handoff_id) is not None and not self.puller.abort(handoff_id):
-            self._abort_in_engine(handoff_id)
+            self._engine.abort(handoff_id)
 
     def _refused(self, handoff_id: str, code: Code, message: str) -> None:
         if (prefill := self._forget(handoff_id)) is not None:
@@ -107,12 +97,6 @@ class PrefillRole(CacheLender):
         if prefill is not None:
             self._context.drain.leave()
         return prefill
-
-    def _abort_in_engine(self, handoff_id: str) -> None:
-        def abort(engine: Engine) -> None:
-            engine.abort(handoff_id)
-
-        self._thread.post(abort)
 
     # --- what the engine says
 
@@ -181,20 +165,13 @@ class PrefillRole(CacheLender):
     def _compute_from(self, handoff_id: str, num_blocks: int) -> None:
         """The leading blocks are real; the rest is to be computed."""
         num_tokens = num_blocks * self._context.layout.block_size
-
-        def finish(engine: Engine) -> None:
-            engine.finish_receiving(handoff_id, num_tokens, None)
-
-        self._thread.post(finish)
+        self._engine.finish_receiving(handoff_id, num_tokens, None)
 
     def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
         raise AssertionError(f"a cached prefix came with a token, for {request_id}")
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:
-        def commit(engine: Engine) -> None:
-            engine.commit_blocks(request_id, num_blocks)
-
-        self._thread.post(commit)
+        self._engine.commit_blocks(request_id, num_blocks)
 
     def committed(self, request_id: str, result: HandoffResult) -> None:
         self._context.metrics.observe_transfer(result.stats)
@@ -209,7 +186,7 @@ class PrefillRole(CacheLender):
         self._compute_from(request_id, num_blocks)
 
     def ended(self, request_id: str) -> None:
-        self._abort_in_engine(request_id)
+        self._engine.abort(request_id)
 
     # --- SessionHandler: gateways listen to the load of a prefill worker, and submit nothing
 

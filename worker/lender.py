@@ -8,6 +8,7 @@ from kvtransfer.events import CachedPinned
 from kvtransfer.messages import CachedSource, Open
 from kvtransfer.ports import HolderListener
 from worker.context import WorkerContext
+from worker.engine_commands import EngineCommands
 
 
 class CacheLender:
@@ -15,6 +16,7 @@ class CacheLender:
 
     def __init__(self, context: WorkerContext) -> None:
         self._thread = context.thread
+        self._engine = EngineCommands(context.thread)
 
     def start_prefill(self, open: Open, listener: HolderListener) -> None:
         raise HandoffRefused(Code.FAILED_PRECONDITION, "this worker does not prefill for others")
@@ -31,7 +33,7 @@ class CacheLender:
         """Nothing is computed here."""
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        self._thread.post(lambda engine: engine.unpin(block_ids))
+        self._engine.unpin(block_ids)
 
 
 def cached_source(

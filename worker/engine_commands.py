@@ -1,0 +1,56 @@
+"""What the loop asks of an engine: each a command, posted to its thread, answered (if at all) on the loop.
+
+Commands run in the order they were given, so an engine never hears of a request after its abort.
+"""
+
+from collections.abc import Callable, Sequence
+
+from engine.engine import Engine
+from engine.errors import QueueFull
+from engine.request import Request
+from kvtransfer.errors import Code
+from worker.engine_thread import EngineThread
+
+
+class EngineCommands:
+    """The methods of `Engine` that both roles call, from the loop."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+
+    def add_request(self, request: Request, refused: Callable[[Code, str], None]) -> None:
+        """Queues the request; `refused` is called on the loop, with the reason, if the engine does not take it."""
+
+        def add(engine: Engine) -> None:
+            try:
+                engine.add_request(request)
+            except QueueFull as exc:
+                self._thread.report(refused, Code.RESOURCE_EXHAUSTED, str(exc))
+            except ValueError as exc:
+                self._thread.report(refused, Code.INVALID_ARGUMENT, str(exc))
+
+        self._thread.post(add)
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request and frees its blocks: no copy into them may be in flight."""
+
+        def abort(engine: Engine) -> None:
+            engine.abort(request_id)
+
+        self._thread.post(abort)
+
+    def commit_blocks(self, request_id: str, num_blocks: int) -> None:
+        """The leading blocks of a receiving request are real."""
+        self._thread.post(lambda engine: engine.commit_blocks(request_id, num_blocks))
+
+    def finish_receiving(self, request_id: str, num_tokens: int, first_token: int | None) -> None:
+        """A receiving request runs from now on."""
+
+        def finish(engine: Engine) -> None:
+            engine.finish_receiving(request_id, num_tokens, first_token)
+
+        self._thread.post(finish)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Gives back one pin of each of these blocks."""
+        self._thread.post(lambda engine: engine.unpin(block_ids))
