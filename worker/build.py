@@ -50,7 +50,7 @@ def _make_executor(config: WorkerConfig) -> tuple[Executor, str, str]:
         path,
         dtype=config.dtype,
         block_size=config.engine.block_size,
-        attention_backend=config.attention_backend,
+        attention_backend="cpu" if config.attention_backend == "auto" else config.attention_backend,
         num_threads=config.threads,
     )
     return executor, executor.dtype, str(path)

@@ -1,5 +1,6 @@
 """All that a worker is told at its start: frozen, complete, validated."""
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -11,6 +12,7 @@ from pydantic_core import ErrorDetails
 from engine.config import EngineConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "fp8_e4m3"]
 ExecutorKind = Literal["torch", "hash"]
 
 
@@ -28,7 +30,12 @@ class WorkerConfig:
     served_model_name: str = ""  # empty: `model`
     executor: ExecutorKind = "torch"  # "hash": no model, tokens are hashes of the cache (tests)
     dtype: Dtype = "auto"
-    attention_backend: str = "cpu"
+    device: str = "cpu"  # or "cuda", or "cuda:1": the number counts the GPUs that this process sees
+    attention_backend: str = "auto"  # "cpu" on a CPU; on a GPU "flashinfer" where it can run, else "triton"
+    kv_cache_dtype: KVCacheDtype = "auto"  # "auto": dtype; "fp8_e4m3": half of it, on a GPU only
+    gpu_memory_utilization: float | None = None  # the pool takes what is left of so much of the GPU's memory, but never
+    # fewer blocks than `engine.num_blocks`; None: those
+    enforce_eager: bool = False  # no CUDA graphs
     threads: int | None = None  # for computing; None: torch's own choice
     host: str = "127.0.0.1"  # to listen on, and to be reached at
     port: int = 0
@@ -46,6 +53,19 @@ class WorkerConfig:
             raise ValueError(f"executor must be one of {', '.join(get_args(ExecutorKind))}, not {self.executor!r}")
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}")
+        if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
+            raise ValueError(f"device must be cpu, cuda or cuda:<number>, not {self.device!r}")
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ValueError(
+                f"kv_cache_dtype must be one of {', '.join(get_args(KVCacheDtype))}, not {self.kv_cache_dtype!r}"
+            )
+        if self.kv_cache_dtype != "auto" and self.device == "cpu":
+            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype} needs device cuda: on a cpu it must be auto")
+        if self.gpu_memory_utilization is not None:
+            if self.device == "cpu":
+                raise ValueError("gpu_memory_utilization needs device cuda: on a cpu the pool is engine.num_blocks")
+            if not 0 < self.gpu_memory_utilization <= 1:
+                raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         for name in ("port", "metrics_port"):
