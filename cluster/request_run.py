@@ -183,7 +183,8 @@ class RequestRun:
             )
         self._num_repairs += 1
         num_tokens = len(self._request.prompt_token_ids) + len(self._delivered)
-        prefill = self._router.choose_prefill(self._hashes, num_tokens, now, exclude=self._tried)
+        decode = attempt.plan.decode
+        prefill = self._router.choose_prefill(decode, self._hashes, num_tokens, now, exclude=self._tried)
         self._ledger.reassign_prefill(attempt.wire_id, prefill, now)
         attempt.session.assign(attempt.stream, prefill)
         attempt.plan = replace(attempt.plan, prefill=prefill)

@@ -2,11 +2,13 @@
 
 Every way to serve a request is an estimate in seconds: tokens nobody caches · time to compute one, bytes to move · time
 to move one, and the work that waits there already. The least wins; the cache alone never does, so a prefix that all
-requests share spreads over the workers as soon as the worker that has it is busier than recomputing is long. Two rules
+requests share spreads over the workers as soon as the worker that has it is busier than recomputing is long. Three rules
 stand above the estimate:
 
+- Blocks go only between workers of one host. A decode worker is handed prompts by the prefill workers beside it, and a
+  cached prefix is pulled from there, or not at all.
 - A short uncached rest (`max_local_prefill_tokens`) is prefilled on the decode worker itself; a longer one on a prefill
-  worker if any is alive. Without one it is local all the same, and the plan says that it was a fallback.
+  worker if any is alive there. Without one it is local all the same, and the plan says that it was a fallback.
 - A worker with far more requests in flight than the *median* of its role is passed over, whatever it caches. The
   median, because one runaway worker moves a mean and would switch off affinity for all the others.
 
@@ -81,20 +83,25 @@ class Router:
         if not decodes:
             raise NoWorker(self._who_is_missing(exclude))
         held = self._held(block_hashes, num_tokens, exclude)
-        prefills = self._not_overloaded(prefills)
         candidates = (
             candidate
             for decode in self._not_overloaded(decodes)
-            for candidate in self._plans(decode, prefills, held, num_tokens, now)
+            for candidate in self._plans(decode, self._beside(decode.info, prefills), held, num_tokens, now)
         )
         return min(candidates, key=lambda candidate: candidate[0])[1]
 
     def choose_prefill(
-        self, block_hashes: Sequence[BlockHash], num_tokens: int, now: float, *, exclude: Collection[str] = ()
+        self,
+        decode: WorkerInfo,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        now: float,
+        *,
+        exclude: Collection[str] = (),
     ) -> WorkerInfo | None:
-        """Another prefill worker for a request whose own was lost; None if there is none."""
+        """Another prefill worker for a request of `decode` whose own was lost; None if there is none beside it."""
         held = self._held(block_hashes, num_tokens, exclude)
-        candidates = self._not_overloaded(self._alive(Role.PREFILL, exclude))
+        candidates = self._beside(decode, self._alive(Role.PREFILL, exclude))
 
         def key(worker: Account) -> tuple[float, int, str]:
             cached = held.get(worker.info.instance_id, 0) * worker.info.block_size
@@ -107,13 +114,12 @@ class Router:
         return min(candidates, key=key).info if candidates else None
 
     def _plans(
-        self, decode: Account, prefills: Iterable[Account], held: dict[str, int], num_tokens: int, now: float
+        self, decode: Account, prefills: Sequence[Account], held: dict[str, int], num_tokens: int, now: float
     ) -> Iterable[tuple[tuple[float, int, int, str], Plan]]:
         """Each way to serve the request on `decode`, with what it is compared by."""
         config, info = self.config, decode.info
         own_blocks = held.get(info.instance_id, 0)
         decode_s = self._load_s(decode, now) + self._full_pool_s(decode, num_tokens, own_blocks)
-        prefills = list(prefills)
         is_short = num_tokens - own_blocks * info.block_size <= config.max_local_prefill_tokens
         for prefill in [None] if is_short or not prefills else prefills:
             prefiller = prefill or decode
@@ -144,7 +150,10 @@ class Router:
     def _pull(self, prefiller: WorkerInfo, held: dict[str, int]) -> tuple[WorkerInfo | None, int, int]:
         """Whether a longer prefix is worth pulling to who prefills: from whom, blocks cached then, blocks moved."""
         own = held.get(prefiller.instance_id, 0)
-        others = [key for key in held if key != prefiller.instance_id]
+        accounts = self._ledger.accounts
+        others = [
+            key for key in held if key != prefiller.instance_id and prefiller.can_exchange_with(accounts[key].info)
+        ]
         longest = max(others, key=lambda key: (held[key], key), default=None)
         if longest is None or held[longest] <= own:
             return None, own, 0
@@ -152,7 +161,7 @@ class Router:
         moved_s = self.config.handoff_s + moved * prefiller.bytes_per_block * self.config.pull_s_per_byte
         if moved_s >= moved * prefiller.block_size * self.config.compute_s_per_token:
             return None, own, 0
-        return self._ledger.accounts[longest].info, held[longest], moved
+        return accounts[longest].info, held[longest], moved
 
     def _held(self, block_hashes: Sequence[BlockHash], num_tokens: int, exclude: Collection[str]) -> dict[str, int]:
         """Usable leading blocks by worker: of workers that are there, and short of the last token (it is computed)."""
@@ -172,6 +181,10 @@ class Router:
             for key, worker in self._ledger.accounts.items()
             if worker.info.role is role and not worker.load.draining and key not in exclude
         ]
+
+    def _beside(self, decode: WorkerInfo, prefills: Iterable[Account]) -> list[Account]:
+        """Those that can hand blocks to `decode`, without the overloaded among them."""
+        return self._not_overloaded([p for p in prefills if decode.can_exchange_with(p.info)])
 
     def _not_overloaded(self, workers: list[Account]) -> list[Account]:
         if len(workers) < 2:

@@ -55,6 +55,8 @@ def worker_info(message: pb.DescribeResponse, address: str) -> WorkerInfo:
         bytes_per_block=message.bytes_per_block,
         dtype=message.dtype,
         metrics_address=message.metrics_address,
+        host_id=message.host_id,
+        device=message.device or "cpu",
     )
 
 

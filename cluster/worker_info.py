@@ -31,6 +31,12 @@ class WorkerInfo:
     bytes_per_block: int
     dtype: str
     metrics_address: str = ""  # host:port of /metrics; empty: none
+    host_id: str = ""  # equal ones can map each other's memory; empty: unknown
+    device: str = "cpu"  # or "cuda: <name>, <uuid>"
+
+    def can_exchange_with(self, other: "WorkerInfo") -> bool:
+        """Whether blocks can go from one to the other: if both are on one host, or one does not say where it is."""
+        return not self.host_id or not other.host_id or self.host_id == other.host_id
 
 
 @dataclass(frozen=True, slots=True)

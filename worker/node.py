@@ -27,6 +27,7 @@ from worker.config import WorkerConfig
 from worker.context import Role, WorkerContext
 from worker.drain import Drain
 from worker.engine_thread import EngineThread
+from worker.host import host_id
 from worker.kv_events import KvEventPublisher
 from worker.load import LoadReporter
 from worker.metrics import MetricsEndpoint, Snapshot, WorkerMetrics
@@ -146,7 +147,8 @@ class WorkerNode:
         await self._health.enter_graceful_shutdown()
 
     def _describe(self, built: BuiltEngine, endpoint: MetricsEndpoint) -> pb.DescribeResponse:
-        engine = self.config.engine
+        # The engine's own: it may have found room for more blocks than it was told.
+        engine = built.engine.config
         return pb.DescribeResponse(
             worker_id=self.config.worker_id,
             instance_id=self.instance_id,
@@ -163,6 +165,8 @@ class WorkerNode:
             bytes_per_block=built.layout.bytes_per_block,
             dtype=built.dtype,
             metrics_address=endpoint.address,
+            host_id=host_id(),
+            device=getattr(built, "device", "cpu"),
         )
 
     # --- what the engine says

@@ -22,7 +22,7 @@ NOW = 50.0
 
 
 def worker(name: str) -> WorkerInfo:
-    """Named after its role: p0, d1."""
+    """Named after its role, and its host if need be: p0, d1, d1@A."""
     return WorkerInfo(
         worker_id=name,
         instance_id=name,
@@ -39,6 +39,7 @@ def worker(name: str) -> WorkerInfo:
         vocab_size=1000,
         bytes_per_block=700_000,
         dtype="float32",
+        host_id=name.partition("@")[2],
     )
 
 
@@ -100,6 +101,58 @@ def test_plan(workers: str, held: dict[str, int], max_local: int, decided: tuple
     assert plan.is_fallback == (workers.startswith("d") and not plan.num_cached_blocks)
 
 
+# Of the same prompt, where workers are on hosts (their names' ends; none: unknown).
+@pytest.mark.parametrize(
+    ("workers", "held", "decided"),
+    [
+        pytest.param("p0@A d0@A", {}, ("d0@A", "p0@A", None, 0), id="one host: apart"),
+        pytest.param("p0@A d0@B", {}, ("d0@B", None, None, 0), id="prefill worker elsewhere: local"),
+        pytest.param("p0 d0@B", {}, ("d0@B", "p0", None, 0), id="unknown host: as if on the same"),
+        pytest.param("p0@A d0", {}, ("d0", "p0@A", None, 0), id="unknown host of the decode worker: likewise"),
+        pytest.param("p0@A p1@B d0@B", {"p0@A": 99}, ("d0@B", "p1@B", None, 0), id="cached on a host that has no decode"),
+        pytest.param("p0@A p1@B d0@A d1@B", {"p1@B": 50}, ("d1@B", "p1@B", None, 50), id="decode where prefill caches"),
+        pytest.param("p0@A d0@A d1@B", {"d1@B": 90}, ("d1@B", None, None, 90), id="its own cache, no prefill worker"),
+        pytest.param("p0@A d0@A d1@A", {"d1@A": 50}, ("d1@A", "p0@A", "d1@A", 50), id="pulled within the host"),
+        pytest.param("p0@A d0@A p1@B", {"p1@B": 50}, ("d0@A", "p0@A", None, 0), id="not pulled from another host"),
+        pytest.param("p0@A d0@A d1", {"d1": 50}, ("d1", "p0@A", "d1", 50), id="pulled from an unknown host"),
+    ],
+)  # fmt: skip
+def test_blocks_go_only_between_workers_of_one_host(
+    workers: str, held: dict[str, int], decided: tuple[str, str, str, int]
+) -> None:
+    router = router_with(workers)
+    hashes = hashes_of(1600)
+    for name, num_blocks in held.items():
+        hold(router, name, hashes[:num_blocks])
+    plan = router.choose(hashes, 1600, NOW)
+    assert names(plan) == decided
+    assert plan.is_fallback == (plan.prefill is None)
+
+
+def test_a_prefix_on_a_busy_worker_of_another_host_is_computed_again() -> None:
+    router = router_with("d0@A d1@B")
+    hashes = hashes_of(1600)
+    hold(router, "d1@B", hashes[:99])
+    router._ledger.update_load("d1@B", WorkerLoad(num_running=40))
+    assert names(router.choose(hashes, 1600, NOW)) == ("d0@A", None, None, 0)
+
+
+def test_a_prefill_worker_is_overloaded_beside_those_of_its_own_host() -> None:
+    router = router_with("p0@A d0@A p1@B p2@B p3@B")
+    router._ledger.update_load("p0@A", WorkerLoad(num_running=50))  # far more than the others, none of which is near
+    assert names(router.choose([], 1600, NOW))[:2] == ("d0@A", "p0@A")
+
+
+def test_a_repair_stays_on_the_host_of_the_decode_worker() -> None:
+    router = router_with("p0@A p1@B d0@A")
+    hashes = hashes_of(1600)
+    hold(router, "p1@B", hashes[:50])
+    decode = worker("d0@A")
+    assert router.choose_prefill(decode, hashes, 1600, NOW) == worker("p0@A")
+    assert router.choose_prefill(decode, hashes, 1600, NOW, exclude={"p0@A"}) is None
+    assert router.choose_prefill(worker("d1@B"), hashes, 1600, NOW, exclude={"p0@A"}) == worker("p1@B")
+
+
 def test_a_plan_without_a_prefill_worker_is_a_fallback_only_if_it_should_have_been_apart() -> None:
     router = router_with("d0", RouterConfig(max_local_prefill_tokens=100))
     assert not router.choose(hashes_of(100), 100, NOW).is_fallback
@@ -153,7 +206,7 @@ def test_draining_and_removed_workers_are_never_chosen_nor_pulled_from() -> None
     router._ledger.remove_worker("d0")
     for _ in range(5):
         assert names(router.choose(hashes, 1600, NOW)) == ("d1", "p1", None, 0)
-    assert router.choose_prefill(hashes, 1600, NOW, exclude=["p1"]) is None
+    assert router.choose_prefill(worker("d0"), hashes, 1600, NOW, exclude=["p1"]) is None
     router._ledger.update_load("p0", WorkerLoad(draining=False))
     assert router.choose(hashes, 1600, NOW).prefill == worker("p0")
 
@@ -188,10 +241,10 @@ def test_a_repair_takes_the_prefill_worker_that_caches_most_among_those_not_trie
     hashes = hashes_of(1600)
     hold(router, "p2", hashes[:50])
     hold(router, "p0", hashes[:90])
-    chosen = router.choose_prefill(hashes, 1600, NOW, exclude={"p0"})
+    chosen = router.choose_prefill(worker("d0"), hashes, 1600, NOW, exclude={"p0"})
     assert chosen is not None
     assert chosen.worker_id == "p2"
-    assert router.choose_prefill(hashes, 1600, NOW, exclude={"p0", "p1", "p2"}) is None
+    assert router.choose_prefill(worker("d0"), hashes, 1600, NOW, exclude={"p0", "p1", "p2"}) is None
 
 
 def test_a_burst_spreads_before_any_report_of_load_arrives() -> None:
@@ -241,7 +294,9 @@ def test_accounts_are_settled_whatever_happens_on_the_way() -> None:
             case 2 if running:
                 router._ledger.first_token(rng.choice(running))
             case 3 if running:
-                router._ledger.reassign_prefill(rng.choice(running), router.choose_prefill([], 5, NOW), NOW)
+                router._ledger.reassign_prefill(
+                    rng.choice(running), router.choose_prefill(worker("d0"), [], 5, NOW), NOW
+                )
             case 4 if running:
                 ended = running.pop(rng.randrange(len(running)))
                 router._ledger.release(ended)

@@ -29,6 +29,12 @@ def worker(name: str, role: Role = Role.DECODE) -> pb.DescribeResponse:
 def test_a_description_arrives_whole() -> None:
     info = wire.worker_info(worker("p0", Role.PREFILL), "somewhere:1")
     assert (info.worker_id, info.role, info.address, info.block_size) == ("p0", Role.PREFILL, "somewhere:1", 4)
+    # Of a worker that does not say: on a CPU, and on any host.
+    assert (info.host_id, info.device) == ("", "cpu")
+    described = worker("p0")
+    described.host_id, described.device = "boot/1", "cuda: a card, GPU-1"
+    info = wire.worker_info(described, "somewhere:1")
+    assert (info.host_id, info.device) == ("boot/1", "cuda: a card, GPU-1")
 
 
 def test_a_submitted_request_carries_plan_resumption_and_every_sampling_parameter() -> None:
