@@ -41,7 +41,7 @@ class DecodeRole(CacheLender):
         self._outbox = Outbox()
         self._active = ActiveRequests(context.drain, self._out_of_time)
         self._num_submitted = 0
-        self.puller = Puller(context.built.memory.buffer, context.layout, self, GrpcTransport(), times=context.times)
+        self.puller = Puller(context.built.memory, context.layout, self, GrpcTransport(), times=context.times)
 
     @property
     def num_transferring(self) -> int:

@@ -32,12 +32,13 @@ class Engine:
         if layout.block_size != config.block_size:
             raise ValueError(f"block_size is {config.block_size}, but the executor's is {layout.block_size}")
         needed = config.num_blocks * layout.bytes_per_block
-        if len(memory.buffer) < needed:
+        if memory.nbytes < needed:
             raise ValueError(
                 f"{config.num_blocks} blocks of {layout.bytes_per_block} bytes need {needed} bytes, "
-                f"the memory has {len(memory.buffer)}"
+                f"the memory has {memory.nbytes}"
             )
         executor.bind(memory, config.num_blocks)
+        self.fence: int | None = None  # of the last step: whoever reads the pool on another stream waits for it
         self.config = config
         self.executor = executor
         self._manager = KVCacheManager(config.num_blocks, [FullAttentionSpec(config.block_size)])
@@ -70,10 +71,13 @@ class Engine:
         outputs: list[RequestOutput] = []
         filled: list[FilledBlocks] = []
         if schedule.step.requests:
-            outputs, filled = self._scheduler.update(schedule.step, self.executor.execute(schedule.step))
+            computed = self.executor.execute(schedule.step)
+            self.fence = computed.fence
+            outputs, filled = self._scheduler.update(schedule.step, computed)
         return StepResult(
             outputs=tuple(outputs),
             filled=tuple(filled),
+            fence=self.fence,
             received_targets=schedule.received_targets,
             kv_events=self._pool.take_events(),
             preempted=schedule.preempted,

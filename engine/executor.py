@@ -66,6 +66,7 @@ class ModelOutput:
     """The sampled token of each request that had `sampling`, by request id."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
+    fence: int | None = None  # the step's work may still run: who reads its blocks waits for this mark of the memory
 
 
 class Executor(Protocol):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.executor import ModelOutput, SampledToken, SamplingInput, ScheduledRequest, SchedulerOutput
-from engine.memory import KVLayout, PoolMemory
+from engine.memory import HostMemory, KVLayout, PoolMemory
 from engine.sampling_params import SamplingParams, finish_reason_after
 
 SLOT_SIZE = 8  # bytes: position + 1 in the upper half, token id in the lower; an unwritten slot is 0
@@ -45,6 +45,7 @@ class HashExecutor:
 
     def bind(self, memory: PoolMemory, num_blocks: int) -> None:
         """Uses `memory` as the pool."""
+        assert isinstance(memory, HostMemory), memory
         num_slots = num_blocks * self._layout.block_size
         slots = np.frombuffer(memory.buffer, dtype="<i8", count=num_slots)
         self._pool = slots.reshape(num_blocks, self._layout.block_size)

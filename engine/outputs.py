@@ -52,6 +52,7 @@ class StepResult:
 
     outputs: tuple[RequestOutput, ...] = ()
     filled: tuple[FilledBlocks, ...] = ()
+    fence: int | None = None  # what reads `filled` waits for, see ModelOutput
     received_targets: tuple[ReceiveTarget, ...] = ()
     kv_events: tuple[KVEvent, ...] = ()  # since the last step's, in the order the pool made them
     preempted: tuple[str, ...] = ()

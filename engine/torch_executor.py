@@ -5,16 +5,21 @@ layers share); the layers fill the pool and yield logits for the requests that s
 Nothing of a request stays behind in here: the next step may be somebody else's.
 """
 
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.attention import get_backend
-from engine.attention.backend import build_metadata
-from engine.executor import ModelOutput, SchedulerOutput
-from engine.memory import KVLayout, PoolMemory
+from engine.attention import default_backend, get_backend
+from engine.attention.backend import AttentionMetadata, AttentionShape, build_metadata
+from engine.cuda.graphs import DecodeGraphs
+from engine.executor import ModelOutput, SampledToken, SamplingInput, SchedulerOutput
+from engine.memory import DeviceMemory, HostMemory, KVLayout, PoolMemory
 from engine.model.config import ModelConfig
 from engine.model.fingerprint import fingerprint, weights_identity
 from engine.model.tensor_source import weight_files
@@ -22,22 +27,27 @@ from engine.model.weights import load_llama
 from engine.sampling.sampler import Sampler
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
-# On a CPU, "auto" is float32, whatever the weights are stored in: the same tokens everywhere come before speed.
-_DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TorchExecutor:
-    """Runs a model of the Llama family on the CPU. Used by one thread at a time.
+    """Runs a model of the Llama family. Used by one thread at a time.
 
     Args:
         model_path: a folder or a GGUF file, as `resolve_model` returns it.
-        dtype: of weights, activations and KV blocks.
-        attention_backend: a name in `engine.attention.BACKENDS`.
+        dtype: of weights and activations, and of KV blocks unless `kv_cache_dtype` says otherwise. "auto" is bfloat16
+            on a GPU, and float32 on a CPU, whatever the weights are stored in: there the same tokens everywhere come
+            before speed.
+        device: "cpu", or a GPU as torch names it ("cuda", "cuda:1").
+        attention_backend: a name in `engine.attention.BACKENDS`; "auto": the best that can run here.
         num_threads: for the whole process; None leaves what torch has chosen.
+        max_graph_batch: decode steps of up to so many requests are captured as CUDA graphs; 0: none.
+        max_model_len: no request is longer; None: the model's context.
 
     Raises:
         ModelLoadError: the model's files are missing, damaged or not supported.
-        ValueError: an argument is not one of its values.
+        ValueError: an argument is not one of its values, or what it asks for cannot be had here.
     """
 
     def __init__(
@@ -46,45 +56,71 @@ class TorchExecutor:
         *,
         dtype: DtypeName = "auto",
         block_size: int = 16,
-        attention_backend: str = "cpu",
+        device: str = "cpu",
+        kv_cache_dtype: KVCacheDtypeName = "auto",
+        attention_backend: str = "auto",
         num_threads: int | None = None,
+        max_graph_batch: int = 0,
+        max_model_len: int | None = None,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+        if dtype not in get_args(DtypeName):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, not {dtype!r}")
+        if kv_cache_dtype not in get_args(KVCacheDtypeName):
+            allowed = ", ".join(get_args(KVCacheDtypeName))
+            raise ValueError(f"kv_cache_dtype must be one of {allowed}, not {kv_cache_dtype!r}")
         if block_size < 1:
             raise ValueError(f"block_size must be above 0, not {block_size}")
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads must be above 0, not {num_threads}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._dtype = _DTYPES[dtype]
-        self._attention = get_backend(attention_backend, num_threads=num_threads or torch.get_num_threads())
-        self.config = ModelConfig.load(model_path)
-        self._model = load_llama(model_path, self.config, self._dtype)
-        self._sampler = Sampler()
-        self._block_shape = (  # of one block in the pool
-            self.config.num_layers,
-            2,
-            self.config.num_kv_heads,
-            block_size,
-            self.config.head_dim,
+        self._device = _checked_device(device)
+        on_gpu = self._device.type == "cuda"
+        self._dtype = _DTYPES[("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype]
+        self._kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8_e4m3" else self._dtype
+        if attention_backend == "auto":
+            attention_backend = default_backend(self._device.type, self.dtype)
+        self._attention = get_backend(
+            attention_backend, num_threads=num_threads or torch.get_num_threads(), device=str(self._device)
         )
+        self.config = ModelConfig.load(model_path)
+        self._shape = AttentionShape(
+            num_heads=self.config.num_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            block_size=block_size,
+            dtype=self._dtype,
+            kv_dtype=self._kv_dtype,
+            scale=self.config.head_dim**-0.5,
+            windows=frozenset(self.config.layer_windows),
+            max_context_len=max_model_len or self.config.max_position_embeddings,
+        )
+        self._attention.prepare(self._shape)  # refuses what it cannot serve before the weights are read
+        self._model = load_llama(
+            model_path, self.config, self._dtype, self._device, with_kv_scales=self._kv_dtype != self._dtype
+        )
+        self._sampler = _make_sampler(self._device)
         self._layout = KVLayout(
             block_size=block_size,
-            bytes_per_block=self.config.bytes_per_block(block_size, self._dtype.itemsize),
+            bytes_per_block=self.config.bytes_per_block(block_size, self._kv_dtype.itemsize),
             fingerprint=fingerprint(
                 self.config,
-                dtype=str(self._dtype),
+                dtype=self.dtype,
+                kv_dtype=_name(self._kv_dtype),
+                kv_scales=[layer.kv_scales for layer in self._model.layers],
                 block_size=block_size,
                 weights=weights_identity(weight_files(model_path)),
             ),
         )
+        self._max_graph_batch = max_graph_batch if on_gpu and self._attention.can_replay else 0
+        self._graphs: DecodeGraphs | None = None
         self._layer_kvs: list[torch.Tensor] = []
+        self._memory: PoolMemory | None = None
 
     @property
     def dtype(self) -> str:
-        """Of weights, activations and KV blocks: "float32" or "bfloat16"."""
-        return str(self._dtype).removeprefix("torch.")
+        """Of weights and activations: "float32" or "bfloat16"."""
+        return _name(self._dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -95,19 +131,18 @@ class TorchExecutor:
         return self._layout
 
     def bind(self, memory: PoolMemory, num_blocks: int) -> None:
-        """Uses `memory` as the pool, not copied; compiles what attention needs."""
-        num_items = num_blocks * self._layout.bytes_per_block // self._dtype.itemsize
-        pool = torch.frombuffer(memory.buffer, dtype=self._dtype, count=num_items).view(num_blocks, *self._block_shape)
+        """Uses `memory` as the pool, not copied; captures graphs, if there are to be any."""
+        num_bytes = num_blocks * self._layout.bytes_per_block
+        blocks = _as_bytes(memory, self._device)[:num_bytes].view(self._kv_dtype)
+        shape = self._shape
+        pool = blocks.view(num_blocks, self.config.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self._layer_kvs = list(pool.unbind(dim=1))
-        for window in set(self.config.layer_windows):
-            self._attention.warm_up(
-                dtype=self._dtype,
-                num_heads=self.config.num_heads,
-                num_kv_heads=self.config.num_kv_heads,
-                head_dim=self.config.head_dim,
-                block_size=self._layout.block_size,
-                window=window,
-            )
+        self._memory = memory
+        if self._max_graph_batch > 0:
+            with torch.inference_mode(), _current(self._device):
+                self._graphs = DecodeGraphs(
+                    self._forward, self._attention, max_batch=self._max_graph_batch, device=self._device
+                )
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
@@ -125,14 +160,72 @@ class TorchExecutor:
         sampling = [
             (row, r) for row, r in zip(metadata.query_start[1:] - 1, requests, strict=True) if r.sampling is not None
         ]
-        logits = self._model.forward(
-            torch.from_numpy(token_ids),
-            metadata,
-            self._attention,
-            self._layer_kvs,
-            torch.tensor([int(row) for row, _ in sampling], dtype=torch.int64),
-        )
-        if not sampling:
-            return ModelOutput()
-        tokens = self._sampler.sample(logits, [r.sampling for _, r in sampling if r.sampling is not None])
+        rows = np.fromiter((row for row, _ in sampling), np.int64, len(sampling))
+        with _current(self._device):
+            logits = self._logits(token_ids, metadata, rows)
+            if not sampling:
+                return ModelOutput(fence=self._record_fence())
+            tokens = self._sampler.sample(logits, [r.sampling for _, r in sampling if r.sampling is not None])
+        # The tokens are here, so the step's work is done.
         return ModelOutput({r.request_id: token for (_, r), token in zip(sampling, tokens, strict=True)})
+
+    def _logits(
+        self, token_ids: npt.NDArray[np.int64], metadata: AttentionMetadata, rows: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """[len(rows), vocab_size] float32."""
+        logit_rows = torch.from_numpy(rows).to(self._device)
+        if self._graphs is not None and self._graphs.takes(metadata):
+            return self._graphs.run(token_ids, metadata)[logit_rows]
+        self._attention.plan(metadata)
+        positions = torch.from_numpy(metadata.positions)
+        return self._forward(torch.from_numpy(token_ids).to(self._device), positions.to(self._device), logit_rows)
+
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        return self._model.forward(token_ids, positions, self._attention, self._layer_kvs, logit_rows)
+
+    def _record_fence(self) -> int | None:
+        if not isinstance(self._memory, DeviceMemory):
+            return None
+        return self._memory.record_fence(torch.cuda.current_stream(self._device).cuda_stream)
+
+
+def _checked_device(name: str) -> torch.device:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise ValueError(f"device must be cpu, cuda or cuda:<number>, not {name!r}")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count()  # 0 without a driver, or in a build for CPUs
+    if (device.index or 0) >= count:
+        raise ValueError(f"device {name} is not there: torch sees {count} GPUs (`tandem doctor` says why)")
+    return torch.device("cuda", device.index or 0)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels of other libraries go to the thread's current device, whatever their tensors' is."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def _as_bytes(memory: PoolMemory, device: torch.device) -> torch.Tensor:
+    """[nbytes] uint8, the memory itself."""
+    if isinstance(memory, HostMemory):
+        assert device.type == "cpu", f"a pool in host memory for {device}"
+        return torch.frombuffer(memory.buffer, dtype=torch.uint8)
+    assert isinstance(memory, DeviceMemory), memory
+    return torch.as_tensor(memory, device=device)
+
+
+class _Sampler(Protocol):
+    def sample(self, logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken]: ...
+
+
+def _make_sampler(device: torch.device) -> _Sampler:
+    if device.type == "cpu":
+        return Sampler()
+    from engine.sampling.device_sampler import DeviceSampler
+
+    return DeviceSampler()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

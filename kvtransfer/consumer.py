@@ -71,6 +71,7 @@ class _Announced:
     group: int
     source_id: int
     target_id: int
+    fence: int | None
 
 
 class Consumer:
@@ -227,7 +228,10 @@ class Consumer:
         if any(not NULL_BLOCK_ID <= b < self._pool.num_blocks for b in message.block_ids):
             raise ProtocolViolation(f"the holder announced a block outside its pool of {self._pool.num_blocks}")
         targets = self._tables[message.group][announced:end]
-        self._waiting.extend(_Announced(message.group, s, t) for s, t in zip(message.block_ids, targets, strict=True))
+        self._waiting.extend(
+            _Announced(message.group, source_id, target_id, message.fence)
+            for source_id, target_id in zip(message.block_ids, targets, strict=True)
+        )
         self._num_announced[message.group] = end
         return self._next_copy()
 
@@ -294,7 +298,8 @@ class Consumer:
         self._in_flight = [self._waiting.popleft() for _ in range(count)]
         # Null blocks stand for positions out of a sliding window: a count, without bytes.
         real = [b for b in self._in_flight if NULL_BLOCK_ID not in (b.source_id, b.target_id)]
-        return [Copy(self._pool, tuple(b.source_id for b in real), tuple(b.target_id for b in real))]
+        fence = self._in_flight[-1].fence  # announced last: it stands for those before
+        return [Copy(self._pool, tuple(b.source_id for b in real), tuple(b.target_id for b in real), fence)]
 
     def _tell_pulled(self, now: float) -> list[ConsumerAction]:
         pulled = min(self._num_copied)

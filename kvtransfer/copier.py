@@ -1,7 +1,8 @@
 """Copies of blocks into the own pool, off the event loop.
 
-Blocks are contiguous, so a run of consecutive blocks on both sides is one copy, whatever the number of layers. numpy
-copies without the interpreter lock: neither the event loop nor the engine waits for it.
+How bytes move is the own pool's matter (`BlockCopies`): by the CPU between pools in host memory (`HostCopies`, here),
+by the GPU between others. Blocks are contiguous, so a run of consecutive blocks on both sides is one copy, whatever the
+number of layers. numpy copies without the interpreter lock: neither the event loop nor the engine waits for it.
 """
 
 import asyncio
@@ -9,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.errors import TransferError
 from kvtransfer.events import CopyEnded, TransferStats
-from kvtransfer.mapping import PeerPool
+from kvtransfer.mapping import HostMapping, PeerPool
 
 Blocks = NDArray[np.uint8]  # [num_blocks, bytes_per_block]
 
@@ -57,16 +59,65 @@ def copy_blocks(source: Blocks, target: Blocks, source_ids: Sequence[int], targe
     return TransferStats(time.perf_counter() - began, len(source_ids) * source.shape[1], segments)
 
 
+class BlockCopies(Protocol):
+    """How blocks come into one pool. All calls on one thread."""
+
+    def copy(
+        self, source: PeerPool, source_ids: Sequence[int], target_ids: Sequence[int], fence: int | None
+    ) -> TransferStats:
+        """Copies block source_ids[i] to target_ids[i]; when it returns, they are there for whoever reads them.
+
+        Args:
+            fence: the holder's mark to wait for before reading; None: the source is filled already.
+
+        Raises:
+            ValueError: a block lies outside its pool.
+            TransferError: the source cannot be read, or the copy failed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the pool. Idempotent."""
+        ...
+
+
+class HostCopies:
+    """Between pools in host memory."""
+
+    def __init__(self, target: memoryview, bytes_per_block: int) -> None:
+        self._target = _blocks(target, bytes_per_block)
+
+    def copy(
+        self, source: PeerPool, source_ids: Sequence[int], target_ids: Sequence[int], fence: int | None
+    ) -> TransferStats:
+        assert fence is None, f"host memory is written when it is announced, and has no mark {fence}"
+        assert isinstance(source.mapping, HostMapping), source.mapping
+        blocks = _blocks(source.mapping.buffer, source.handle.bytes_per_block)
+        return copy_blocks(blocks, self._target, source_ids, target_ids)
+
+    def close(self) -> None:
+        self._target = np.empty((0, 0), np.uint8)
+
+
+def _blocks(memory: memoryview, bytes_per_block: int) -> Blocks:
+    num_blocks = len(memory) // bytes_per_block
+    return np.frombuffer(memory, np.uint8, num_blocks * bytes_per_block).reshape(num_blocks, bytes_per_block)
+
+
 class Copier:
     """Copies into one pool, on a thread of its own, first come first served."""
 
-    def __init__(self, target: memoryview, bytes_per_block: int) -> None:
-        num_blocks = len(target) // bytes_per_block
-        self._target: Blocks = np.frombuffer(target, np.uint8, num_blocks * bytes_per_block).reshape(num_blocks, -1)
+    def __init__(self, copies: BlockCopies) -> None:
+        self._copies = copies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copier")
 
     def copy(
-        self, pool: PeerPool, source_ids: Sequence[int], target_ids: Sequence[int], ended: Callable[[CopyEnded], None]
+        self,
+        pool: PeerPool,
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        fence: int | None,
+        ended: Callable[[CopyEnded], None],
     ) -> None:
         """Copies out of a peer's pool; `ended` is called on the running event loop, also if it went wrong.
 
@@ -80,7 +131,9 @@ class Copier:
 
         def work() -> CopyEnded:
             try:
-                return CopyEnded(copy_blocks(pool.blocks, self._target, source_ids, target_ids))
+                return CopyEnded(self._copies.copy(pool, source_ids, target_ids, fence))
+            except TransferError as error:
+                return CopyEnded(TransferStats(), error)
             except Exception as error:  # whatever it was: a copy that never ended would hold its blocks for ever
                 return CopyEnded(TransferStats(), TransferError(f"{type(error).__name__}: {error}"))
 
@@ -93,4 +146,4 @@ class Copier:
     def close(self) -> None:
         """Waits for the copy in flight, and lets go of the pool. Idempotent."""
         self._thread.shutdown(wait=True)
-        self._target = np.empty((0, 0), np.uint8)
+        self._copies.close()

@@ -43,6 +43,7 @@ class Filled:
     block_ids: tuple[int, ...]
     num_tokens: int  # tokens whose KV is filled so far
     group: int = 0
+    fence: int | None = None  # what a reader waits for, see Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class CachedPinned:
     """The longest leading cached run, pinned once each; one table a KV cache group."""
 
     block_tables: tuple[tuple[int, ...], ...]
+    fence: int | None = None  # what a reader waits for, see Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Copy:
     pool: PoolHandle
     source_ids: tuple[int, ...]
     target_ids: tuple[int, ...]
+    fence: int | None = None  # to be waited for before
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class Holder:
         actions = _unpin(event.block_ids[:known])
         if new_ids:
             self._tables[event.group].extend(new_ids)
-            actions.append(Send(Ready(announced, new_ids, event.num_tokens, event.group)))
+            actions.append(Send(Ready(announced, new_ids, event.num_tokens, event.group, event.fence)))
             self._renew_lease(now, restart=False)
         return actions
 
@@ -214,7 +214,8 @@ class Holder:
         for group, table in enumerate(tables):
             self._tables[group] = list(table[self._skip : self._num_blocks])
             if self._tables[group]:
-                actions.append(Send(Ready(self._skip, tuple(self._tables[group]), num_tokens, group)))
+                ready = Ready(self._skip, tuple(self._tables[group]), num_tokens, group, event.fence)
+                actions.append(Send(ready))
         actions.append(Send(Complete(None, num_tokens, num_tokens)))
         self._renew_lease(now, restart=True)
         return actions + self._confirm_if_nothing_to_pull()

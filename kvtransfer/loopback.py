@@ -11,6 +11,7 @@ from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from engine.memory import KVLayout, PrivateMemory
+from kvtransfer.copier import HostCopies
 from kvtransfer.errors import Code, PoolUnreachable
 from kvtransfer.events import StreamEnded
 from kvtransfer.handle import PoolHandle
@@ -23,13 +24,13 @@ Listener = Callable[[HolderMessage | StreamEnded], None]
 
 
 class LoopbackMemory:
-    """Memory of a pool that is mapped by name, within this process. Implements `engine.memory.PoolMemory`."""
+    """Memory of a pool that is mapped by name, within this process. Implements `ExportedMemory`."""
 
     _names = itertools.count()
     _open: ClassVar["WeakValueDictionary[bytes, LoopbackMemory]"] = WeakValueDictionary()
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._memory = PrivateMemory(nbytes)
         self._name = b"%d" % next(self._names)
         self._open[self._name] = self
@@ -45,7 +46,11 @@ class LoopbackMemory:
 
     def handle(self, instance_id: str, layout: KVLayout) -> PoolHandle:
         """How it is mapped; valid until `close`."""
-        return PoolHandle(instance_id, KIND, self._name, 0, self._nbytes, layout.bytes_per_block, layout.fingerprint)
+        return PoolHandle(instance_id, KIND, self._name, 0, self.nbytes, layout.bytes_per_block, layout.fingerprint)
+
+    def copies(self, layout: KVLayout) -> HostCopies:
+        """How peers' blocks are copied into it."""
+        return HostCopies(self.buffer, layout.bytes_per_block)
 
     def close(self) -> None:
         """Takes the name away, and the memory with its last view. Idempotent."""
@@ -54,7 +59,7 @@ class LoopbackMemory:
 
 
 class LoopbackMapping:
-    """Another worker's pool in this process. Implements `mapping.PoolMapping`."""
+    """Another worker's pool in this process. Implements `mapping.HostMapping`."""
 
     owner_fd = None
 

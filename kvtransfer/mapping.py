@@ -10,22 +10,14 @@ All calls on one thread (the event loop's); the copies themselves run elsewhere.
 import asyncio
 from collections.abc import Callable
 from importlib import import_module
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol, runtime_checkable
 
 from kvtransfer.errors import PoolUnreachable
 from kvtransfer.handle import PoolHandle
 
 
 class PoolMapping(Protocol):
-    """A peer's pool as readable memory."""
-
-    @property
-    def buffer(self) -> memoryview:
-        """The pool from block 0 on, read-only."""
-        ...
+    """A peer's pool, readable here."""
 
     @property
     def owner_fd(self) -> int | None:
@@ -34,6 +26,16 @@ class PoolMapping(Protocol):
 
     def close(self) -> None:
         """Unmaps it; idempotent."""
+        ...
+
+
+@runtime_checkable
+class HostMapping(PoolMapping, Protocol):
+    """One that the CPU reads."""
+
+    @property
+    def buffer(self) -> memoryview:
+        """The pool from block 0 on, read-only."""
         ...
 
 
@@ -67,18 +69,11 @@ class PeerPool:
         self.closed = asyncio.Event()  # unmapped
         self._num_users = 0
         self._is_retired = False  # no new user: unmapped with the last one
-        self._mapping = mapping
+        self.mapping = mapping
 
     @property
     def owner_fd(self) -> int | None:
-        return self._mapping.owner_fd
-
-    @property
-    def blocks(self) -> NDArray[np.uint8]:
-        """[num_blocks, bytes_per_block], read-only. Not to be kept beyond `release`: an array keeps it mapped."""
-        num_blocks, bytes_per_block = self.handle.num_blocks, self.handle.bytes_per_block
-        flat = np.frombuffer(self._mapping.buffer, np.uint8, num_blocks * bytes_per_block)
-        return flat.reshape(num_blocks, bytes_per_block)
+        return self.mapping.owner_fd
 
     def acquire(self) -> None:
         """A copy begins: it stays mapped until `release`, whatever happens to its owner."""
@@ -97,7 +92,7 @@ class PeerPool:
 
     def _close_if_unused(self) -> None:
         if self._is_retired and self._num_users == 0:
-            self._mapping.close()
+            self.mapping.close()
             self.closed.set()
 
 

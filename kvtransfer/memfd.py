@@ -19,6 +19,7 @@ import secrets
 import struct
 
 from engine.memory import KVLayout
+from kvtransfer.copier import HostCopies
 from kvtransfer.errors import PoolUnreachable
 from kvtransfer.handle import PoolHandle
 
@@ -38,7 +39,7 @@ _OFFSET = mmap.PAGESIZE
 
 
 class MemfdMemory:
-    """Memory of a pool that other processes of this host can map. Implements `engine.memory.PoolMemory`."""
+    """Memory of a pool that other processes of this host can map. Implements `ExportedMemory`."""
 
     def __init__(self, nbytes: int) -> None:
         """Reserves `nbytes`; they take memory only as they are touched.
@@ -49,7 +50,7 @@ class MemfdMemory:
         """
         if nbytes <= 0:
             raise ValueError(f"a pool has at least one byte, not {nbytes}")
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._nonce = secrets.token_bytes(16)
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -65,7 +66,11 @@ class MemfdMemory:
     def handle(self, instance_id: str, layout: KVLayout) -> PoolHandle:
         """How peers map it; valid until `close`."""
         raw = _RAW.pack(os.getpid(), self._fd, self._nonce)
-        return PoolHandle(instance_id, KIND, raw, _OFFSET, self._nbytes, layout.bytes_per_block, layout.fingerprint)
+        return PoolHandle(instance_id, KIND, raw, _OFFSET, self.nbytes, layout.bytes_per_block, layout.fingerprint)
+
+    def copies(self, layout: KVLayout) -> HostCopies:
+        """How peers' blocks are copied into it."""
+        return HostCopies(self.buffer, layout.bytes_per_block)
 
     def close(self) -> None:
         """Takes it from peers to come, and forgets it: the memory is freed when the last view and mapping are gone."""
@@ -76,7 +81,7 @@ class MemfdMemory:
 
 
 class MemfdMapping:
-    """A peer's pool, mapped read-only. Implements `mapping.PoolMapping`."""
+    """A peer's pool, mapped read-only. Implements `mapping.HostMapping`."""
 
     def __init__(self, handle: PoolHandle) -> None:
         """

@@ -49,6 +49,7 @@ class Open:
     fingerprint: bytes
     timeout_s: float
     source: Source
+    staged: bool = False  # the holder's pool cannot be mapped here: hand out copies in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +71,16 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """These blocks are filled, visible to the consumer, and pinned. In order, without holes."""
+    """These blocks are filled, visible to the consumer once it has waited for `fence`, and pinned.
+
+    In order, without holes. Work that writes the pool is in one order, so a later fence stands for all before.
+    """
 
     first: int  # index of block_ids[0] in the request's table
     block_ids: tuple[int, ...]
     num_tokens: int  # tokens whose KV is filled so far
     group: int = 0
+    fence: int | None = None  # a mark of the pool's memory; None: nothing to wait for
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from kvtransfer.events import (
     StreamEnded,
     TransferStats,
 )
+from kvtransfer.exported import ExportedMemory
 from kvtransfer.mapping import PeerPools
 from kvtransfer.messages import ConsumerMessage, HandoffTimes, HolderMessage, Open, Pulled
 from kvtransfer.ports import ConsumerPort
@@ -124,7 +125,7 @@ class Pulling:
         except PoolUnreachable as error:
             self.post(CopyEnded(TransferStats(), error))
             return
-        self._puller.copier.copy(pool, copy.source_ids, copy.target_ids, self.post)
+        self._puller.copier.copy(pool, copy.source_ids, copy.target_ids, copy.fence, self.post)
 
 
 class Puller:
@@ -132,7 +133,7 @@ class Puller:
 
     def __init__(
         self,
-        memory: memoryview,
+        memory: ExportedMemory,
         layout: KVLayout,
         port: ConsumerPort,
         transport: Transport,
@@ -140,12 +141,12 @@ class Puller:
         times: HandoffTimes | None = None,
         max_bytes_per_copy: int = MAX_BYTES_PER_COPY,
     ) -> None:
-        """`memory`: the worker's own pool, from block 0 on."""
+        """`memory`: the worker's own pool."""
         self.counters = ConsumerCounters()
         self.port = port
         self.transport = transport
         self.pools = PeerPools()
-        self.copier = Copier(memory, layout.bytes_per_block)
+        self.copier = Copier(memory.copies(layout))
         self._layout = layout
         self._times = times or HandoffTimes()
         self._max_bytes_per_copy = max_bytes_per_copy

@@ -58,6 +58,7 @@ def _open_to_wire(message: Open) -> exchange_pb2.Open:
         consumer_instance_id=message.consumer_instance_id,
         fingerprint=message.fingerprint,
         timeout_ms=_milliseconds(message.timeout_s),
+        staged=message.staged,
     )
     match message.source:
         case PrefillSource() as source:
@@ -107,6 +108,7 @@ def _open_from_wire(wire: exchange_pb2.Open) -> Open:
         wire.fingerprint,
         wire.timeout_ms / 1000,
         source,
+        wire.staged,
     )
 
 
@@ -125,7 +127,11 @@ def response_to_wire(message: HolderMessage) -> exchange_pb2.HandoffResponse:
             return exchange_pb2.HandoffResponse(accepted=accepted)
         case Ready():
             ready = exchange_pb2.Ready(
-                first=message.first, block_ids=message.block_ids, num_tokens=message.num_tokens, group=message.group
+                first=message.first,
+                block_ids=message.block_ids,
+                num_tokens=message.num_tokens,
+                group=message.group,
+                fence=message.fence,
             )
             return exchange_pb2.HandoffResponse(ready=ready)
         case Complete():
@@ -157,7 +163,8 @@ def response_from_wire(wire: exchange_pb2.HandoffResponse) -> HolderMessage:
             return Accepted(accepted.num_cached_tokens, accepted.num_blocks, accepted.lease_ms / 1000, pool)
         case "ready":
             ready = wire.ready
-            return Ready(ready.first, tuple(ready.block_ids), ready.num_tokens, ready.group)
+            fence = ready.fence if ready.HasField("fence") else None
+            return Ready(ready.first, tuple(ready.block_ids), ready.num_tokens, ready.group, fence)
         case "complete":
             complete = wire.complete
             token = None

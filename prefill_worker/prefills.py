@@ -47,7 +47,7 @@ class PrefillRole(CacheLender):
         self._context = context
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
-        self.puller = Puller(context.built.memory.buffer, context.layout, self, GrpcTransport(), times=context.times)
+        self.puller = Puller(context.built.memory, context.layout, self, GrpcTransport(), times=context.times)
 
     @property
     def num_transferring(self) -> int:
@@ -109,7 +109,7 @@ class PrefillRole(CacheLender):
                 prefill.listener(Started())
         for filled in result.filled:
             if (prefill := self._prefills.get(filled.request_id)) is not None:
-                prefill.listener(Filled(filled.first, filled.block_ids, filled.num_tokens, filled.group))
+                prefill.listener(Filled(filled.first, filled.block_ids, filled.num_tokens, filled.group, result.fence))
             else:
                 self.unpin(filled.block_ids)
         for output in result.outputs:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from engine.attention import get_backend
-from engine.attention.backend import build_metadata
+from engine.attention.backend import AttentionShape, build_metadata
 from engine.executor import ScheduledRequest
 from engine.memory import PrivateMemory
 from engine.model.config import ModelConfig
@@ -128,6 +128,18 @@ class PagedRunner:
         self.config: ModelConfig = ModelConfig.load(path)
         self.model = load_llama(path, self.config, dtype)
         self._attention = get_backend(attention_backend)
+        self._attention.prepare(
+            AttentionShape(
+                self.config.num_heads,
+                self.config.num_kv_heads,
+                self.config.head_dim,
+                block_size,
+                dtype,
+                dtype,
+                self.config.head_dim**-0.5,
+                frozenset(self.config.layer_windows),
+            )
+        )
         self._block_size = block_size
         shape = (num_blocks, self.config.num_layers, 2, self.config.num_kv_heads, block_size, self.config.head_dim)
         self._memory = PrivateMemory(int(np.prod(shape)) * dtype.itemsize)
@@ -144,7 +156,11 @@ class PagedRunner:
         ]
         token_ids = torch.tensor([t for r in requests for t in r.token_ids])
         metadata = build_metadata(requests, block_size=self._block_size)
-        logits = self.model.forward(token_ids, metadata, self._attention, self._layer_kvs, torch.arange(len(token_ids)))
+        self._attention.plan(metadata)
+        positions = torch.from_numpy(metadata.positions)
+        logits = self.model.forward(
+            token_ids, positions, self._attention, self._layer_kvs, torch.arange(len(token_ids))
+        )
         return list(logits.split([len(r.token_ids) for r in requests]))
 
     def run(self, token_ids: Sequence[int], chunks: Sequence[int], table: Sequence[int]) -> torch.Tensor:

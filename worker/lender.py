@@ -26,7 +26,9 @@ class CacheLender:
         hashes = [BlockHash(block_hash) for block_hash in open.source.block_hashes]
         # The pins are taken whether or not somebody still waits for them: they must reach the listener.
         self._thread.post(
-            lambda engine: self._thread.report(listener, CachedPinned((tuple(engine.pin_cached(hashes)),)))
+            lambda engine: self._thread.report(
+                listener, CachedPinned((tuple(engine.pin_cached(hashes)),), engine.fence)
+            )
         )
 
     def abort(self, handoff_id: str) -> None:

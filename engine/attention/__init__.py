@@ -22,8 +22,20 @@ BACKENDS: dict[str, str] = {
 }
 
 
-def get_backend(name: str, *, num_threads: int = 1) -> "AttentionBackend":
-    """The backend of that name.
+def default_backend(device_type: str, dtype: str) -> str:
+    """The best that can run here, by name.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        dtype: of queries, by name: FlashInfer has no kernels for float32.
+    """
+    if device_type == "cpu":
+        return "cpu"
+    return "triton"
+
+
+def get_backend(name: str, *, num_threads: int = 1, device: str = "cpu") -> "AttentionBackend":
+    """The backend of that name, for tensors on `device` (torch's word: "cpu", "cuda:0").
 
     Raises:
         ValueError: no such backend; the message names those there are.
@@ -31,5 +43,5 @@ def get_backend(name: str, *, num_threads: int = 1) -> "AttentionBackend":
     if name not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, not {name!r}")
     module, cls = BACKENDS[name].split(":")
-    backend: AttentionBackend = getattr(import_module(module), cls)(num_threads=num_threads)
+    backend: AttentionBackend = getattr(import_module(module), cls)(num_threads=num_threads, device=device)
     return backend

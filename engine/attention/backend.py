@@ -44,55 +44,85 @@ class AttentionMetadata:
         return len(self.positions)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a model asks of attention, the same for every step."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: "torch.dtype"  # of queries, keys and values as they are computed
+    kv_dtype: "torch.dtype"  # of the pool: `dtype`, or float8_e4m3fn
+    scale: float  # of scores
+    windows: frozenset[int | None] = frozenset({None})  # of its layers
+    max_context_len: int = 4096  # tokens; no request of a `replayed` step is longer
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """One layer's: stored = computed / scale. Per tensor, and 1 unless the pool is of an 8-bit type."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
+
+
 class AttentionBackend(Protocol):
-    """Attention over the pool. One suite of tests runs over all implementations; `reference` is the oracle."""
+    """Attention over the pool. One suite of tests runs over all implementations; `reference` is the oracle.
+
+    `prepare`, once; then for each step `plan`, and `write_kv` and `attend` for each layer.
+    """
+
+    can_replay: bool  # whether `plan` takes `replayed`
+
+    def prepare(self, shape: AttentionShape) -> None:
+        """Compiles (or loads from disk) what serving such a model needs: a worker does it before it reports ready.
+
+        May be called again, with another shape.
+
+        Raises:
+            ValueError: it cannot serve such a model; the message says why.
+        """
+        ...
+
+    def plan(self, metadata: AttentionMetadata, *, replayed: bool = False) -> None:
+        """Takes in what all layers of the step share; holds until the next call.
+
+        With `replayed` (only if `can_replay`; decodes only) everything that `write_kv` and `attend` read on the device
+        lies where it lay at the last such call for as many requests: what a CUDA graph has captured then may be
+        replayed now.
+        """
+        ...
 
     def write_kv(
-        self, pool_layer_kv: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", slot_mapping: npt.NDArray[np.int64]
+        self, pool_layer_kv: "torch.Tensor", k: "torch.Tensor", v: "torch.Tensor", *, scales: KVScales = UNSCALED
     ) -> None:
-        """Puts keys and values into their slots.
+        """Puts the keys and values of the step's tokens into their slots.
 
         Args:
-            pool_layer_kv: [num_blocks, 2, num_kv_heads, block_size, head_dim], float32 or bfloat16; one layer's view of
+            pool_layer_kv: [num_blocks, 2, num_kv_heads, block_size, head_dim], `kv_dtype`; one layer's view of
                 the pool: the last three dimensions of a block are contiguous, blocks lie block_stride apart.
-            k, v: [num_tokens, num_kv_heads, head_dim], the pool's dtype.
-            slot_mapping: [num_tokens] int64.
+            k, v: [num_tokens, num_kv_heads, head_dim], `dtype`; may be views with any strides but the last.
         """
         ...
 
     def attend(
-        self,
-        q: "torch.Tensor",
-        pool_layer_kv: "torch.Tensor",
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None,
+        self, q: "torch.Tensor", pool_layer_kv: "torch.Tensor", *, window: int | None, scales: KVScales = UNSCALED
     ) -> "torch.Tensor":
         """Causal attention of all queries; with `window` W a query at position p sees the keys p - W + 1 … p.
 
         A request's result does not depend, in any bit, on its batch mates or on its block ids.
 
         Args:
-            q: [num_tokens, num_heads, head_dim], the pool's dtype; head h reads KV head h · num_kv_heads // num_heads.
-            pool_layer_kv: as in `write_kv`; slots that no query sees are never read.
+            q: [num_tokens, num_heads, head_dim], `dtype`; head h reads KV head h · num_kv_heads // num_heads.
+            pool_layer_kv: as in `write_kv`; slots that no query sees have no influence, even if they hold NaN.
 
         Returns:
             [num_tokens, num_heads, head_dim], q's dtype.
         """
-        ...
-
-    def warm_up(
-        self,
-        *,
-        dtype: "torch.dtype",
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        window: int | None = None,
-    ) -> None:
-        """Compiles (or loads from disk) what serving such a model needs: a worker does it before it reports ready."""
         ...
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import cpu_copies, cpu_kernels
-from engine.attention.backend import AttentionMetadata
+from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales
 from engine.attention.cpu_kernels import LayerGeometry
 
 # numba's threads serve one launch at a time, and end the process if two come at once.
@@ -36,45 +36,51 @@ class _StepPlan:
     decode_contexts: npt.NDArray[np.int32]
     decode_order: npt.NDArray[np.int64]  # in which threads take them
     prefills: list[int]
+    largest_slot: int  # read as unsigned, so that a negative one is large
+    largest_block: int
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by (request, window)
 
 
 class CpuBackend:
     """The backend `cpu`. One thread calls it; with `num_threads` above 1 numba's own threads help."""
 
-    def __init__(self, *, num_threads: int = 1) -> None:
+    can_replay = False
+
+    def __init__(self, *, num_threads: int = 1, device: str = "cpu") -> None:
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
+        if device != "cpu":
+            raise ValueError(f"attention backend cpu runs on a cpu, not on {device}")
         self._num_threads = min(num_threads, cpu_kernels.MAX_THREADS)
         self._plan: _StepPlan | None = None
+        self._scale = 1.0
         self._gathered = torch.empty(0)  # scratch, reused: fresh memory would cost page faults in every layer
 
+    def plan(self, metadata: AttentionMetadata, *, replayed: bool = False) -> None:
+        assert not replayed, "there are no graphs on a CPU"
+        self._plan = _plan_step(metadata, self._num_threads)
+
     def write_kv(
-        self, pool_layer_kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
+        self, pool_layer_kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scales: KVScales = UNSCALED
     ) -> None:
+        assert self._plan is not None, "write_kv before plan"
         geometry = _geometry(pool_layer_kv)
         num_slots = len(pool_layer_kv) * geometry.block_size
-        # Nothing below checks bounds, and a pool is shared memory. Read as unsigned, a negative slot is a large one.
-        largest = int(slot_mapping.view(np.uint64).max(initial=0))
+        # Nothing below checks bounds, and a pool is shared memory.
+        largest = self._plan.largest_slot
         assert largest < num_slots, f"slot {largest} in a pool of {num_slots}"
         # Contiguous: to numba, a view of a fused projection is another type, that is, another kernel to compile.
         k, v = (x.to(pool_layer_kv.dtype).contiguous() for x in (k, v))
+        slot_mapping = self._plan.metadata.slot_mapping
         cpu_copies.write_kv(_flat(pool_layer_kv), _as_numpy(k), _as_numpy(v), slot_mapping, geometry)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        pool_layer_kv: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None,
+        self, q: torch.Tensor, pool_layer_kv: torch.Tensor, *, window: int | None, scales: KVScales = UNSCALED
     ) -> torch.Tensor:
-        plan = self._plan
-        if plan is None or plan.metadata is not metadata:
-            plan = self._plan = _plan_step(metadata, self._num_threads)
-            largest, num_blocks = int(metadata.block_tables.view(np.uint32).max(initial=0)), len(pool_layer_kv)
-            assert largest < num_blocks, f"block {largest} in a pool of {num_blocks}"
+        plan, scale = self._plan, self._scale
+        assert plan is not None, "attend before plan"
+        metadata = plan.metadata
+        assert plan.largest_block < len(pool_layer_kv), f"block {plan.largest_block} in a pool of {len(pool_layer_kv)}"
         geometry, kv = _geometry(pool_layer_kv), _flat(pool_layer_kv)
         if len(plan.decodes) == metadata.num_requests:
             return self._decode(q, kv, plan, geometry, scale, window).to(q.dtype)
@@ -159,31 +165,31 @@ class CpuBackend:
         )
         return attended[0].transpose(0, 1)
 
-    def warm_up(
-        self,
-        *,
-        dtype: torch.dtype,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        window: int | None = None,
-    ) -> None:
+    def prepare(self, shape: AttentionShape) -> None:
+        if shape.kv_dtype != shape.dtype:
+            raise ValueError(f"attention backend cpu keeps the KV cache in {shape.dtype}, not in {shape.kv_dtype}")
+        self._scale = shape.scale
+        for window in shape.windows:
+            self._warm_up(shape, window)
+
+    def _warm_up(self, shape: AttentionShape, window: int | None) -> None:
         # Types, not sizes, decide what is compiled: one decode and one chunk of two, in blocks 1 and 2.
-        pool = torch.zeros((3, 2, num_kv_heads, max(block_size, 2), head_dim), dtype=dtype)
+        pool = torch.zeros((3, 2, shape.num_kv_heads, max(shape.block_size, 2), shape.head_dim), dtype=shape.kv_dtype)
         slots = np.array([1, 2, 3], np.int64) * pool.shape[3]
         slots[2] = slots[1] + 1
-        metadata = AttentionMetadata(
-            num_decodes=1,
-            query_start=np.array([0, 1, 3], np.int32),
-            context_lens=np.array([1, 2], np.int32),
-            block_tables=np.array([[1], [2]], np.int32),
-            slot_mapping=slots,
-            positions=np.array([0, 0, 1], np.int64),
+        self.plan(
+            AttentionMetadata(
+                num_decodes=1,
+                query_start=np.array([0, 1, 3], np.int32),
+                context_lens=np.array([1, 2], np.int32),
+                block_tables=np.array([[1], [2]], np.int32),
+                slot_mapping=slots,
+                positions=np.array([0, 0, 1], np.int64),
+            )
         )
-        k = torch.zeros((3, num_kv_heads, head_dim), dtype=dtype)
-        self.write_kv(pool, k, k, metadata.slot_mapping)
-        self.attend(torch.zeros((3, num_heads, head_dim), dtype=dtype), pool, metadata, scale=1.0, window=window)
+        k = torch.zeros((3, shape.num_kv_heads, shape.head_dim), dtype=shape.dtype)
+        self.write_kv(pool, k, k)
+        self.attend(torch.zeros((3, shape.num_heads, shape.head_dim), dtype=shape.dtype), pool, window=window)
 
 
 def _plan_step(metadata: AttentionMetadata, num_threads: int) -> _StepPlan:
@@ -206,6 +212,8 @@ def _plan_step(metadata: AttentionMetadata, num_threads: int) -> _StepPlan:
         decode_contexts=np.ascontiguousarray(contexts),
         decode_order=np.concatenate([by_length[t::num_threads] for t in range(num_threads)]),
         prefills=np.flatnonzero(query_lens > 1).tolist(),
+        largest_slot=int(metadata.slot_mapping.view(np.uint64).max(initial=0)),
+        largest_block=int(metadata.block_tables.view(np.uint32).max(initial=0)),
     )
 
 

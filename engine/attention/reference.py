@@ -3,38 +3,46 @@
 Slow and plain on purpose: it is what every other backend is measured against, and runs on any device and dtype.
 """
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionMetadata
+from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales
 
 
 class ReferenceBackend:
     """Torch gather + scaled dot product attention, one request after the other."""
 
-    def __init__(self, *, num_threads: int = 1) -> None:
-        del num_threads  # torch's own setting holds
+    can_replay = False
+
+    def __init__(self, *, num_threads: int = 1, device: str = "cpu") -> None:
+        del num_threads, device  # torch's own setting, and its tensors' device, hold
+        self._scale: float | None = None
+        self._metadata: AttentionMetadata | None = None
+
+    def prepare(self, shape: AttentionShape) -> None:
+        """Nothing to compile."""
+        self._scale = shape.scale
+
+    def plan(self, metadata: AttentionMetadata, *, replayed: bool = False) -> None:
+        assert not replayed, "nothing here lies still"
+        self._metadata = metadata
 
     def write_kv(
-        self, pool_layer_kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: npt.NDArray[np.int64]
+        self, pool_layer_kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scales: KVScales = UNSCALED
     ) -> None:
+        assert self._metadata is not None, "write_kv before plan"
         block_size = pool_layer_kv.shape[3]
-        slots = torch.from_numpy(slot_mapping).to(pool_layer_kv.device)
+        slots = torch.from_numpy(self._metadata.slot_mapping).to(pool_layer_kv.device)
         block_ids, offsets = slots // block_size, slots % block_size
-        pool_layer_kv[block_ids, 0, :, offsets] = k.to(pool_layer_kv.dtype)
-        pool_layer_kv[block_ids, 1, :, offsets] = v.to(pool_layer_kv.dtype)
+        for side, computed, scale in ((0, k, scales.k), (1, v, scales.v)):
+            stored = computed if scale == 1.0 else computed.to(torch.float32) / scale
+            pool_layer_kv[block_ids, side, :, offsets] = stored.to(pool_layer_kv.dtype)
 
     def attend(
-        self,
-        q: torch.Tensor,
-        pool_layer_kv: torch.Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None,
+        self, q: torch.Tensor, pool_layer_kv: torch.Tensor, *, window: int | None, scales: KVScales = UNSCALED
     ) -> torch.Tensor:
+        metadata = self._metadata
+        assert metadata is not None, "attend before plan"
         _, _, num_kv_heads, block_size, _ = pool_layer_kv.shape
         group_size = q.shape[1] // num_kv_heads
         out = torch.empty_like(q)
@@ -50,29 +58,20 @@ class ReferenceBackend:
             block_ids, offsets = table[key_positions // block_size], key_positions % block_size
             # [num_keys, num_kv_heads, head_dim] -> [num_heads, num_keys, head_dim]
             k, v = (
-                pool_layer_kv[block_ids, side, :, offsets]
+                _computed(pool_layer_kv[block_ids, side, :, offsets], q.dtype, scale)
                 .transpose(0, 1)
                 .repeat_interleave(group_size, dim=0)
-                .to(q.dtype)
-                for side in (0, 1)
+                for side, scale in ((0, scales.k), (1, scales.v))
             )
             distance = query_positions[:, None] - key_positions[None, :]
             visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             # Unbatched 3-d operands would be read as [batch, length, dim] by some kernels: say the batch.
             attended = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=scale
+                q[rows].transpose(0, 1)[None], k[None], v[None], attn_mask=visible, scale=self._scale
             )
             out[rows] = attended[0].transpose(0, 1)
         return out
 
-    def warm_up(
-        self,
-        *,
-        dtype: torch.dtype,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        window: int | None = None,
-    ) -> None:
-        """Nothing to compile."""
+
+def _computed(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    return stored.to(dtype) if scale == 1.0 else (stored.to(torch.float32) * scale).to(dtype)

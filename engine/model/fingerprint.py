@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from engine.attention.backend import KVScales
 from engine.model.config import ModelConfig
 
 FINGERPRINT_BYTES = 16
@@ -20,14 +21,31 @@ _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
 
 
-def fingerprint(config: ModelConfig, *, dtype: str, block_size: int, weights: bytes) -> bytes:
+def fingerprint(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    block_size: int,
+    weights: bytes,
+    kv_dtype: str | None = None,
+    kv_scales: Sequence[KVScales] = (),
+) -> bytes:
     """Of the blocks of a worker.
 
     Args:
-        dtype: what is computed and stored in, by name.
+        dtype: what is computed in, by name.
+        kv_dtype: what is stored in; None: `dtype`.
+        kv_scales: a layer, if it is scaled: a large file's sampled identity may miss numbers that small.
         weights: `weights_identity` of the model's files.
     """
-    description = {"config": asdict(config), "dtype": dtype, "block_size": block_size, "weights": weights.hex()}
+    description = {
+        "config": asdict(config),
+        "dtype": dtype,
+        "kv_dtype": kv_dtype or dtype,
+        "kv_scales": [asdict(scales) for scales in kv_scales],
+        "block_size": block_size,
+        "weights": weights.hex(),
+    }
     canonical = json.dumps(description, sort_keys=True).encode()
     return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tandem-kv").digest()
 

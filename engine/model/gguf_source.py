@@ -73,6 +73,9 @@ class GGUFSource:
     def __contains__(self, name: str) -> bool:
         return gguf_name(name) in self._file.tensors
 
+    def scalar(self, name: str) -> float | None:
+        return None  # the format knows no scales of a cache
+
     def copy_into(self, name: str, out: torch.Tensor) -> None:
         path = self._file.path
         tensor = self._file.tensors.get(gguf_name(name))

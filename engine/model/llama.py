@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionBackend, AttentionMetadata
+from engine.attention.backend import AttentionBackend, KVScales
 from engine.model.config import ModelConfig
 from engine.model.linear import Linear
 from engine.model.rope import RotaryEmbedding, rotate
@@ -42,6 +42,7 @@ class DecoderLayer:
     gate_up: Linear
     down: Linear
     window: int | None
+    kv_scales: KVScales
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,7 @@ class Llama:
     def forward(
         self,
         token_ids: torch.Tensor,
-        metadata: AttentionMetadata,
+        positions: torch.Tensor,
         attention: AttentionBackend,
         layer_kvs: list[torch.Tensor],
         logit_rows: torch.Tensor,
@@ -66,7 +67,8 @@ class Llama:
         """Computes a step: fills the KV slots of its tokens, returns the logits of some.
 
         Args:
-            token_ids: [num_tokens] int64.
+            token_ids, positions: [num_tokens] int64.
+            attention: planned for this step.
             layer_kvs: a layer: its view of the pool, [num_blocks, 2, num_kv_heads, block_size, head_dim].
             logit_rows: [num_rows] int64, rows of the batch whose logits are wanted.
 
@@ -74,13 +76,13 @@ class Llama:
             [num_rows, vocab_size] float32.
         """
         hidden = F.embedding(token_ids, self.embedding)
-        cos_sin = self.rope.cos_sin(torch.from_numpy(metadata.positions).to(token_ids.device))
+        cos_sin = self.rope.cos_sin(positions)
         for layer, layer_kv in zip(self.layers, layer_kvs, strict=True):
-            hidden += self._attend(layer, layer.input_norm(hidden), cos_sin, metadata, attention, layer_kv)
+            hidden += self._attend(layer, layer.input_norm(hidden), cos_sin, attention, layer_kv)
             gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, dim=-1)
             hidden += layer.down(F.silu(gate).mul_(up))
         if len(logit_rows) == 0:
-            return torch.empty(0, self.config.vocab_size)
+            return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         return self.lm_head(self.norm(hidden[logit_rows])).to(torch.float32)
 
     def _attend(
@@ -88,7 +90,6 @@ class Llama:
         layer: DecoderLayer,
         x: torch.Tensor,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
-        metadata: AttentionMetadata,
         attention: AttentionBackend,
         layer_kv: torch.Tensor,
     ) -> torch.Tensor:
@@ -102,6 +103,6 @@ class Llama:
             qk = heads[:, : num_heads + num_kv_heads]
         qk = rotate(qk, *cos_sin)  # both at once: a head is a head
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        attention.write_kv(layer_kv, k, v, metadata.slot_mapping)
-        attended = attention.attend(q, layer_kv, metadata, scale=self.config.head_dim**-0.5, window=layer.window)
+        attention.write_kv(layer_kv, k, v, scales=layer.kv_scales)
+        attended = attention.attend(q, layer_kv, window=layer.window, scales=layer.kv_scales)
         return layer.o(attended.reshape(len(x), -1))

@@ -14,10 +14,17 @@ class RotaryEmbedding:
         factors: [head_dim / 2] float32, what the frequencies are divided by, if the weights bring such a table.
     """
 
-    def __init__(self, config: RopeConfig, head_dim: int, factors: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        factors: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._inv_freq = _frequencies(config, head_dim)
         if factors is not None:
             self._inv_freq /= factors
+        self._inv_freq = self._inv_freq.to(device)
         self._magnitude = config.scaling.attention_factor if isinstance(config.scaling, YarnScaling) else 1.0
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,23 @@ class SafetensorsSource:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def scalar(self, name: str) -> float | None:
+        if name not in self._file_of:
+            return None
+        path, tensor = self._read(name)
+        if tensor.numel() != 1:
+            raise ModelLoadError(f"{path}: tensor {name} has the shape {list(tensor.shape)}, and should be one number")
+        return float(tensor)
+
     def copy_into(self, name: str, out: torch.Tensor) -> None:
+        path, tensor = self._read(name)
+        if tensor.shape != out.shape:
+            raise ModelLoadError(
+                f"{path}: tensor {name} has the shape {list(tensor.shape)}, the config implies {list(out.shape)}"
+            )
+        out.copy_(tensor)
+
+    def _read(self, name: str) -> tuple[Path, torch.Tensor]:
         if name not in self._file_of:
             files = ", ".join(sorted({path.name for path, _ in self._file_of.values()}))
             raise ModelLoadError(f"tensor {name} is missing (looked in {files})")
@@ -74,11 +90,7 @@ class SafetensorsSource:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {exc}") from exc
         if tensor.dtype not in _DTYPES:
             raise ModelLoadError(f"{path}: tensor {name} is {tensor.dtype}; supported are float32, float16, bfloat16")
-        if tensor.shape != out.shape:
-            raise ModelLoadError(
-                f"{path}: tensor {name} has the shape {list(tensor.shape)}, the config implies {list(out.shape)}"
-            )
-        out.copy_(tensor)
+        return path, tensor
 
 
 def _open(path: Path) -> Any:

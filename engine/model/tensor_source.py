@@ -17,6 +17,14 @@ class TensorSource(AbstractContextManager["TensorSource"], Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
+    def scalar(self, name: str) -> float | None:
+        """A tensor that is one number; None if there is none of that name.
+
+        Raises:
+            ModelLoadError: it is more than one number, or damaged.
+        """
+        ...
+
     def copy_into(self, name: str, out: torch.Tensor) -> None:
         """Reads a tensor into `out`, converted to its dtype.
 

@@ -1,39 +1,61 @@
 """Builds a `Llama` out of a checkpoint, tensor by tensor: what is beside the model never exceeds one fused matrix."""
 
+import math
 from pathlib import Path
 
 import torch
 
+from engine.attention.backend import KVScales
 from engine.model.config import ModelConfig
+from engine.model.errors import ModelLoadError
 from engine.model.linear import Linear
 from engine.model.llama import DecoderLayer, Llama, RMSNorm
 from engine.model.rope import RotaryEmbedding
 from engine.model.tensor_source import ROPE_FACTORS, TensorSource, open_source
 
 
-def load_llama(path: Path, config: ModelConfig, dtype: torch.dtype) -> Llama:
-    """Reads the weights of the model at `path`, whose description is `config`.
+def load_llama(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    with_kv_scales: bool = False,
+) -> Llama:
+    """Reads the weights of the model at `path`, whose description is `config`, onto `device`.
+
+    Args:
+        with_kv_scales: take the scales of an 8-bit KV cache, if there are any; else they are 1.
 
     Raises:
         ModelLoadError: a file or tensor is missing, damaged, misshapen or of a type that is not supported.
     """
     with torch.inference_mode(), open_source(path, config) as source:
-        return _Builder(config, source, dtype).model()
+        return _Builder(config, source, dtype, torch.device(device), with_kv_scales).model()
 
 
 class _Builder:
-    def __init__(self, config: ModelConfig, source: TensorSource, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        with_kv_scales: bool,
+    ) -> None:
         self._config = config
         self._source = source
         self._dtype = dtype
+        self._device = device
+        self._with_kv_scales = with_kv_scales
 
     def model(self) -> Llama:
         config = self._config
-        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=self._dtype)
+        embedding = self._empty(config.vocab_size, config.hidden_size)
         self._source.copy_into("model.embed_tokens.weight", embedding)
         factors = None
         if ROPE_FACTORS in self._source:
-            factors = torch.empty(config.head_dim // 2)
+            factors = torch.empty(config.head_dim // 2)  # the frequencies are worked out on the CPU
             self._source.copy_into(ROPE_FACTORS, factors)
         return Llama(
             config=config,
@@ -44,7 +66,7 @@ class _Builder:
             lm_head=Linear(embedding)
             if config.tie_word_embeddings
             else self._linear("lm_head", (), (config.vocab_size,), config.hidden_size, bias=False),
-            rope=RotaryEmbedding(config.rope, config.head_dim, factors),
+            rope=RotaryEmbedding(config.rope, config.head_dim, factors, device=self._device),
         )
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -64,10 +86,25 @@ class _Builder:
             gate_up=self._linear(mlp, ("gate_proj", "up_proj"), gate_up_sizes, hidden_size, bias=config.mlp_bias),
             down=self._linear(mlp, ("down_proj",), (hidden_size,), config.intermediate_size, bias=config.mlp_bias),
             window=config.layer_windows[index],
+            kv_scales=KVScales(self._kv_scale(attention, "k"), self._kv_scale(attention, "v")),
         )
 
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _kv_scale(self, attention: str, side: str) -> float:
+        """As checkpoints that were calibrated for an 8-bit cache have it, under either of two names; else 1."""
+        if not self._with_kv_scales:
+            return 1.0
+        for name in (f"{attention}.{side}_scale", f"{attention}.{side}_proj.{side}_scale"):
+            if (scale := self._source.scalar(name)) is not None:
+                if not 0.0 < scale < math.inf:
+                    raise ModelLoadError(f"tensor {name} must be above 0, not {scale}")
+                return scale
+        return 1.0
+
     def _norm(self, name: str, size: int) -> RMSNorm:
-        weight = torch.empty(size, dtype=self._dtype)
+        weight = self._empty(size)
         self._source.copy_into(f"{name}.weight", weight)
         return RMSNorm(weight, self._config.rms_norm_eps)
 
@@ -76,12 +113,12 @@ class _Builder:
     ) -> Linear:
         """One layer out of `parts` (children of `parent`; none: itself), one below the other."""
         names = [f"{parent}.{part}" for part in parts] or [parent]
-        weight = torch.empty(sum(out_sizes), in_size, dtype=self._dtype)
+        weight = self._empty(sum(out_sizes), in_size)
         for name, rows in zip(names, torch.split(weight, list(out_sizes)), strict=True):
             self._source.copy_into(f"{name}.weight", rows)
         if not bias:
             return Linear(weight)
-        biases = torch.empty(sum(out_sizes), dtype=self._dtype)
+        biases = self._empty(sum(out_sizes))
         for name, items in zip(names, torch.split(biases, list(out_sizes)), strict=True):
             self._source.copy_into(f"{name}.bias", items)
         return Linear(weight, biases)

@@ -15,7 +15,7 @@ from kvtransfer.puller import Puller
 async def main(address: str) -> None:
     memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
     engine = FakeConsumerEngine()
-    puller = Puller(memory.buffer, LAYOUT, engine, GrpcTransport())
+    puller = Puller(memory, LAYOUT, engine, GrpcTransport())
     puller.pull(address, an_open(), [(9, 10, 3)])
     await engine.over.wait()
 

@@ -33,6 +33,7 @@ POOL = pool_handle()
 STATS = TransferStats(0.5, 128, 1)
 
 ACCEPTED = Accepted(0, 3, 30.0, POOL)
+ACCEPTED_4 = Accepted(0, 4, 30.0, POOL)
 READY_2 = Ready(0, (5, 6), 8)
 READY_LAST = Ready(2, (9,), 10)
 READY_ALL = Ready(0, (5, 6, 9), 10)
@@ -212,6 +213,15 @@ def test_the_copy_after_one_in_flight_takes_all_that_was_announced_meanwhile() -
     assert consumer.handle(Ready(1, (6,), 8), 1.0) == []
     assert consumer.handle(Ready(2, (7, 11), 16), 1.0) == []
     assert consumer.handle(COPIED, 1.0) == [Send(Pulled(1)), Copy(POOL, (6, 7, 11), (21, 22, 23))]
+
+
+def test_a_copy_waits_for_the_last_fence_among_its_blocks_and_for_no_later_one() -> None:
+    consumer = started(an_open(prefill(16)), (ACCEPTED_4,), max_bytes_per_copy=2 * LAYOUT.bytes_per_block)
+    assert consumer.handle(Ready(0, (5,), 4, fence=7), 1.0) == [Copy(POOL, (5,), (20,), 7)]
+    for ready in (Ready(1, (6,), 8, fence=0), Ready(2, (7,), 12, fence=1), Ready(3, (11,), 16)):
+        assert consumer.handle(ready, 1.0) == []
+    assert consumer.handle(COPIED, 1.0) == [Send(Pulled(1)), Copy(POOL, (6, 7), (21, 22), 1)]
+    assert consumer.handle(COPIED, 1.0) == [Send(Pulled(3)), Copy(POOL, (11,), (23,), None)]
 
 
 def test_a_copy_is_not_longer_than_an_abort_may_wait() -> None:

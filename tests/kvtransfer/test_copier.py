@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handoffs import FINGERPRINT
-from kvtransfer.copier import Copier, Run, copy_blocks, runs
+from kvtransfer.copier import Copier, HostCopies, Run, copy_blocks, runs
 from kvtransfer.events import CopyEnded
 from kvtransfer.handle import PoolHandle
 from kvtransfer.mapping import PeerPool
@@ -94,7 +94,7 @@ def a_pool(num_blocks: int) -> tuple[PeerPool, ArrayMapping]:
 async def test_a_copy_runs_beside_the_event_loop_and_its_end_is_told_on_it() -> None:
     pool, _ = a_pool(4)
     target = bytearray(4 * BYTES)
-    copier = Copier(memoryview(target), BYTES)
+    copier = Copier(HostCopies(memoryview(target), BYTES))
     ended: asyncio.Future[CopyEnded] = asyncio.get_running_loop().create_future()
     told_on: list[threading.Thread] = []
 
@@ -102,7 +102,7 @@ async def test_a_copy_runs_beside_the_event_loop_and_its_end_is_told_on_it() -> 
         told_on.append(threading.current_thread())
         ended.set_result(event)
 
-    copier.copy(pool, [1, 2], [2, 3], tell)
+    copier.copy(pool, [1, 2], [2, 3], None, tell)
     event = await ended
     assert event.error is None
     assert (event.stats.bytes, event.stats.segments) == (2 * BYTES, 1)
@@ -114,9 +114,9 @@ async def test_a_copy_runs_beside_the_event_loop_and_its_end_is_told_on_it() -> 
 
 async def test_a_pool_stays_mapped_until_the_copy_out_of_it_has_ended() -> None:
     pool, mapping = a_pool(4)
-    copier = Copier(memoryview(bytearray(4 * BYTES)), BYTES)
+    copier = Copier(HostCopies(memoryview(bytearray(4 * BYTES)), BYTES))
     ended: asyncio.Future[CopyEnded] = asyncio.get_running_loop().create_future()
-    copier.copy(pool, [1], [1], ended.set_result)
+    copier.copy(pool, [1], [1], None, ended.set_result)
     pool.retire()
     assert not mapping.is_closed
     await ended
@@ -126,18 +126,18 @@ async def test_a_pool_stays_mapped_until_the_copy_out_of_it_has_ended() -> None:
 
 async def test_a_copy_of_no_blocks_ends_at_once() -> None:
     pool, _ = a_pool(4)
-    copier = Copier(memoryview(bytearray(4 * BYTES)), BYTES)
+    copier = Copier(HostCopies(memoryview(bytearray(4 * BYTES)), BYTES))
     ended: list[CopyEnded] = []
-    copier.copy(pool, [], [], ended.append)
+    copier.copy(pool, [], [], None, ended.append)
     assert [event.stats.bytes for event in ended] == [0]
     copier.close()
 
 
 async def test_a_copy_that_cannot_be_done_is_reported_as_its_end() -> None:
     pool, _ = a_pool(4)
-    copier = Copier(memoryview(bytearray(2 * BYTES)), BYTES)
+    copier = Copier(HostCopies(memoryview(bytearray(2 * BYTES)), BYTES))
     ended: asyncio.Future[CopyEnded] = asyncio.get_running_loop().create_future()
-    copier.copy(pool, [1], [2], ended.set_result)
+    copier.copy(pool, [1], [2], None, ended.set_result)
     error = (await ended).error
     assert error is not None
     assert "target blocks [2, 3) are not in a pool of 2" in error.message

@@ -69,7 +69,7 @@ def holder_process() -> Iterator[HolderProcess]:
 @pytest.fixture
 async def puller() -> AsyncIterator[Puller]:
     memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
-    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), GrpcTransport())
+    puller = Puller(memory, LAYOUT, FakeConsumerEngine(), GrpcTransport())
     yield puller
     await puller.close()
 
@@ -157,7 +157,7 @@ async def test_a_killed_holder_is_lost_at_once_with_what_it_confirmed(
 
 async def test_a_frozen_holder_is_lost_when_it_misses_its_keepalives(holder_process: HolderProcess) -> None:
     memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
-    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), GrpcTransport(options=FAST_CHANNEL_OPTIONS))
+    puller = Puller(memory, LAYOUT, FakeConsumerEngine(), GrpcTransport(options=FAST_CHANNEL_OPTIONS))
     puller.pull(holder_process.address, an_open(), [TABLE])
     await two_blocks_committed(puller)
     holder_process.process.send_signal(signal.SIGSTOP)
@@ -189,7 +189,7 @@ async def test_a_holder_restarted_at_its_address_serves_the_next_hand_off(
 async def test_a_channel_is_shared_kept_while_used_and_closed_when_it_is_not(server: Server) -> None:
     memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
     transport = GrpcTransport(idle_s=0.0)
-    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), transport)
+    puller = Puller(memory, LAYOUT, FakeConsumerEngine(), transport)
     for i in range(2):
         puller.pull(server.address, an_open(request_id=f"r{i}", handoff_id=f"h{i}"), [TABLE])
     assert transport.num_channels == 1
@@ -237,7 +237,7 @@ async def test_a_prompt_of_millions_of_tokens_fits_into_a_message(server: Server
     num_tokens = 2_200_000
     num_blocks = num_tokens // LAYOUT.block_size
     memory = LoopbackMemory(16 * LAYOUT.bytes_per_block)
-    puller = Puller(memory.buffer, LAYOUT, FakeConsumerEngine(), GrpcTransport())
+    puller = Puller(memory, LAYOUT, FakeConsumerEngine(), GrpcTransport())
     source = prefill(num_tokens, skip_blocks=num_blocks)
     puller.pull(server.address, an_open(source), [range(num_blocks)])
     async with asyncio.timeout(60):

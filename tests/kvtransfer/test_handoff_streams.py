@@ -64,7 +64,7 @@ class Pair:
 
     def _make_puller(self, transport: GrpcTransport | LoopbackTransport) -> None:
         self.puller = Puller(
-            self.consumer_memory.buffer, LAYOUT, self.engine, transport, times=self.times, max_bytes_per_copy=128
+            self.consumer_memory, LAYOUT, self.engine, transport, times=self.times, max_bytes_per_copy=128
         )
 
     async def stop(self) -> None:

@@ -329,3 +329,11 @@ def test_a_cached_prefix_of_several_groups_is_as_long_as_the_shortest() -> None:
 def test_a_hand_off_without_a_timeout_has_the_default_deadline() -> None:
     holder = started(an_open(timeout_s=0.0))
     assert holder.next_deadline == 120.0
+
+
+def test_what_a_reader_must_wait_for_is_announced_with_the_blocks() -> None:
+    holder = started()
+    assert holder.handle(Filled(0, (5,), 4, fence=3), 1.0) == [Send(Ready(0, (5,), 4, fence=3))]
+    holder = started(an_open(cached(3)))
+    actions = holder.handle(CachedPinned(((5, 6, 9),), fence=2), 1.0)
+    assert Send(Ready(0, (5, 6, 9), 12, fence=2)) in actions

@@ -78,7 +78,7 @@ tokens = st.builds(SampledToken, token_ids) | st.builds(
 )
 responses = st.one_of(
     st.builds(Accepted, uint32, uint32, st.integers(1, 10**7).map(lambda ms: ms / 1000), st.just(pool_handle())),
-    st.builds(Ready, uint32, st.lists(uint32, max_size=8).map(tuple), uint32, st.integers(0, 3)),
+    st.builds(Ready, uint32, st.lists(uint32, max_size=8).map(tuple), uint32, st.integers(0, 3), st.none() | uint32),
     st.builds(Complete, st.none() | tokens, uint32, uint32, st.floats(0, 1e6), st.floats(0, 1e6)),
     st.builds(Confirmed, uint32),
 )

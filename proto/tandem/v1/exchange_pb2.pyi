@@ -16,7 +16,7 @@ class HandoffRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., pulled: _Optional[_Union[Pulled, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("handoff_id", "request_id", "consumer_instance_id", "fingerprint", "timeout_ms", "prefill", "cached")
+    __slots__ = ("handoff_id", "request_id", "consumer_instance_id", "fingerprint", "timeout_ms", "prefill", "cached", "staged")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONSUMER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class Open(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     request_id: str
     consumer_instance_id: str
@@ -31,7 +32,8 @@ class Open(_message.Message):
     timeout_ms: int
     prefill: PrefillSource
     cached: CachedSource
-    def __init__(self, handoff_id: _Optional[str] = ..., request_id: _Optional[str] = ..., consumer_instance_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill: _Optional[_Union[PrefillSource, _Mapping]] = ..., cached: _Optional[_Union[CachedSource, _Mapping]] = ...) -> None: ...
+    staged: bool
+    def __init__(self, handoff_id: _Optional[str] = ..., request_id: _Optional[str] = ..., consumer_instance_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill: _Optional[_Union[PrefillSource, _Mapping]] = ..., cached: _Optional[_Union[CachedSource, _Mapping]] = ..., staged: _Optional[bool] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
     __slots__ = ("token_ids", "num_prompt_tokens", "sampling_params", "skip_blocks", "cache_salt", "priority", "cached_on_address", "num_cached_blocks")
@@ -110,16 +112,18 @@ class PoolHandle(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., kind: _Optional[str] = ..., raw: _Optional[bytes] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("first", "block_ids", "num_tokens", "group")
+    __slots__ = ("first", "block_ids", "num_tokens", "group", "fence")
     FIRST_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     first: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: int
     group: int
-    def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    fence: int
+    def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., group: _Optional[int] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Complete(_message.Message):
     __slots__ = ("first_token_id", "logprobs", "num_tokens", "num_cached_tokens", "queued_s", "prefill_s")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.attention import BACKENDS, get_backend
-from engine.attention.backend import AttentionBackend, AttentionMetadata, build_metadata
+from engine.attention.backend import AttentionBackend, AttentionShape, build_metadata
 from engine.executor import ScheduledRequest
 
 IMPLEMENTATIONS = [(name, 1) for name in BACKENDS] + [("cpu", 2)]
@@ -80,10 +80,23 @@ class Step:
         self.new_k = torch.cat([k[before:] for k, (before, _) in zip(self.keys, lengths, strict=True)])
         self.new_v = torch.cat([v[before:] for v, (before, _) in zip(self.values, lengths, strict=True)])
 
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(
+            *self.heads,
+            block_size=self.block_size,
+            dtype=self.q.dtype,
+            kv_dtype=self.pool.dtype,
+            scale=self.scale,
+            windows=frozenset({self.window}),
+        )
+
     def run(self, backend: AttentionBackend) -> torch.Tensor:
         layer = self.pool[:, self.layer]
-        backend.write_kv(layer, self.new_k, self.new_v, self.metadata.slot_mapping)
-        return backend.attend(self.q, layer, self.metadata, scale=self.scale, window=self.window)
+        backend.prepare(self.shape)
+        backend.plan(self.metadata)
+        backend.write_kv(layer, self.new_k, self.new_v)
+        return backend.attend(self.q, layer, window=self.window)
 
     def expected(self) -> npt.NDArray[np.float64]:
         """softmax(q · k / √d) · v over the visible keys, in float64, one query and head after the other."""
@@ -193,8 +206,9 @@ def test_a_query_of_one_token_is_attended_alike_as_decode_and_as_last_chunk(back
         behind.pool[block_id, 1, 0, :, offset] = k[p]
         behind.pool[block_id, 1, 1, :, offset] = v[p]
     behind.q[behind.rows(2)] = q
-    layer = behind.pool[:, 1]
-    result = backend.attend(behind.q, layer, replace(behind.metadata), scale=behind.scale, window=None)
+    backend.prepare(behind.shape)
+    backend.plan(behind.metadata)
+    result = backend.attend(behind.q, behind.pool[:, 1], window=None)
     torch.testing.assert_close(result[behind.rows(2)], first.run(backend)[first.rows(0)], rtol=0, atol=0)
 
 
@@ -280,12 +294,13 @@ def test_a_slot_or_block_outside_the_pool_is_refused() -> None:
     step = Step(SMOLLM, [(20, 1)])
     layer = step.pool[:, 1]
     for slot in (-1, len(step.pool) * 16):
+        backend.plan(replace(step.metadata, slot_mapping=np.array([slot], np.int64)))
         with pytest.raises(AssertionError, match="in a pool of"):
-            backend.write_kv(layer, step.new_k, step.new_v, np.array([slot], np.int64))
+            backend.write_kv(layer, step.new_k, step.new_v)
     for block_id in (-1, len(step.pool)):
-        wrong: AttentionMetadata = replace(step.metadata, block_tables=np.array([[1, block_id]], np.int32))
+        backend.plan(replace(step.metadata, block_tables=np.array([[1, block_id]], np.int32)))
         with pytest.raises(AssertionError, match="in a pool of"):
-            backend.attend(step.q, layer, wrong, scale=1.0, window=None)
+            backend.attend(step.q, layer, window=None)
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
