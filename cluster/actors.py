@@ -1,10 +1,7 @@
-"""Ray: it places workers, starts and watches them, and brings them back. The only file that names it.
+"""Ray: it finds room for workers, gives each a process, and another when that dies. The only file that names it.
 
-A worker's life: placed (a bundle of a placement group) → started (its process loads the model, and the gateway is told
-its address) → watched (a call that returns only when it ends) → lost (the gateway is told at once) → started again by
-Ray as a new process, with a new pool, a new instance id and usually another address → … → stopped.
-
-Ray carries no token and no block: it knows which processes there are to be, and that is all.
+Ray carries no token and no block: it knows which processes there are to be, and that is all. What is done with them is
+in `fleet.py`.
 """
 
 import asyncio
@@ -13,9 +10,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
@@ -24,9 +21,10 @@ from ray.util.placement_group import PlacementGroup as RayPlacementGroup
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.backoff import Backoff
+from cluster.fleet import FleetError, ProcessLost, WorkerRaised
+from cluster.placement import Bundle, PlacementGroup, own_cuda_device
 from cluster.worker_info import Role
-from cluster.worker_plan import Bundle, PlannedWorker, place
+from cluster.worker_plan import PlannedWorker
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +34,6 @@ _REACH_S = 10.0
 # For what Ray does at the end. A SIGTERM to all processes of a service (from systemd, `timeout`, a shell) ends its
 # daemons as well, and without them it would try to reach them for a minute.
 _RAY_END_S = 2.0
-
-
-class FleetError(Exception):
-    """Ray or a worker did not start; the message is one sentence for the user."""
-
-
-class Membership(Protocol):
-    """Who is told which workers there are: the gateway's."""
-
-    def add_worker(self, address: str) -> object: ...
-    async def remove_worker(self, address: str, /) -> None: ...
 
 
 class Worker(Protocol):
@@ -61,7 +48,8 @@ def connect(address: str, num_cpus: int) -> None:
     """Starts a Ray on this machine ("local"), or joins the one at `address`; takes seconds.
 
     Args:
-        num_cpus: logical ones, for a local Ray: as many as the workers ask for, whatever the machine has.
+        num_cpus: logical ones, for a local Ray: as many as the workers ask for, whatever the machine has. Its GPUs it
+            counts itself.
 
     Raises:
         FleetError: it did not start, or nobody is there.
@@ -147,6 +135,9 @@ class WorkerActor:
         """Loads the model and serves; returns the address. Again after a failure, if need be."""
         assert self._worker is None, f"{self} has been started already"
         config = self._planned.config
+        if config.device == "cuda":
+            (gpu_id,) = ray.get_gpu_ids()
+            config = replace(config, device=own_cuda_device(gpu_id, os.environ.get("CUDA_VISIBLE_DEVICES")))
         if self._on_node_address:
             config = replace(config, host=ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         worker = _make_worker(replace(self._planned, config=config))
@@ -195,183 +186,99 @@ def _make_worker(planned: PlannedWorker) -> Worker:
             return DecodeWorker(planned.config)
 
 
-@dataclass(slots=True)
-class _Member:
-    """A worker of the fleet, over all its starts."""
-
-    planned: PlannedWorker
-    actor: Any  # a handle of Ray's, which has no static type
-    address: str | None = None  # None: not serving
-    num_restarts: int = 0
-
-
-class Fleet:
-    """N prefill and M decode workers, kept alive from `start` to `stop`.
+class RayMachines:
+    """The machines of a Ray cluster (a `fleet.Machines`).
 
     Args:
-        membership: told of each worker that serves, and of each that no longer does.
         on_node_address: workers listen on their machine's address, for a cluster of several; else on their config's.
-        start_timeout_s: for a worker to be placed, and then to load the model.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[PlannedWorker],
-        membership: Membership,
-        *,
-        on_node_address: bool = False,
-        start_timeout_s: float = 600.0,
-        gpus_per_worker: int = 0,
-        log_level: str = "warning",
-    ) -> None:
-        self._workers = workers
-        self._membership = membership
+    def __init__(self, *, on_node_address: bool = False, log_level: str = "warning") -> None:
         self._on_node_address = on_node_address
-        self._start_timeout_s = start_timeout_s
-        self._gpus_per_worker = gpus_per_worker
         self._log_level = log_level
-        self._members: list[_Member] = []
         self._groups: list[RayPlacementGroup] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._processes: list[RayProcess] = []
 
-    @property
-    def num_restarts(self) -> int:
-        """How often a worker was lost and started again."""
-        return sum(member.num_restarts for member in self._members)
+    async def place(self, group: PlacementGroup) -> list["RayProcess"]:
+        placed = placement_group([_resources(bundle) for bundle in group.bundles], strategy=group.strategy)
+        self._groups.append(placed)
+        await _result(placed.ready())
+        processes = [
+            RayProcess(self._new_actor(worker, placed, index))
+            for index, bundle in enumerate(group.bundles)
+            for worker in bundle.workers
+        ]
+        self._processes += processes
+        return processes
 
-    async def process_ids(self) -> dict[str, int]:
-        """By worker id; of workers that are being started again, when they are."""
-        ids = await asyncio.gather(*(_result(member.actor.process_id.remote()) for member in self._members))
-        return {member.planned.worker_id: pid for member, pid in zip(self._members, ids, strict=True)}
-
-    async def start(self) -> None:
-        """Returns when every worker serves; they start side by side.
-
-        Raises:
-            FleetError: one did not, or found no place. `stop` cleans up.
-        """
-        await self._place()
-        launches = [asyncio.create_task(self._launch_and_watch(member)) for member in self._members]
-        self._tasks += launches
-        await asyncio.gather(*launches)
-
-    async def stop(self, timeout_s: float) -> None:
-        """Ends all workers, by force after `timeout_s`. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        stops = [asyncio.ensure_future(_result(m.actor.stop.remote())) for m in self._members if m.address is not None]
-        if stops:
-            _, late = await asyncio.wait(stops, timeout=timeout_s)
-            for stop in late:
-                stop.cancel()
-            for end in await asyncio.gather(*stops, return_exceptions=True):
-                # Whoever is late, or dead already, is killed with the rest; what a worker complains of is to be heard.
-                if isinstance(end, RayTaskError):
-                    logger.error("a worker did not end well: %s", _first_line(end.cause))
-        members, groups = tuple(self._members), tuple(self._groups)
-        self._members.clear()
+    async def release(self) -> None:
+        processes, groups = tuple(self._processes), tuple(self._groups)
+        self._processes.clear()
         self._groups.clear()
 
         def release() -> None:
-            for member in members:
-                ray.kill(member.actor, no_restart=True)
+            for process in processes:
+                ray.kill(process.actor, no_restart=True)
             for group in groups:
                 remove_placement_group(group)
 
-        if members or groups:
+        if groups:
             await _ended_in_time(release)
 
-    async def _place(self) -> None:
-        for planned_group in place(self._workers, self._gpus_per_worker):
-            group = placement_group([_resources(b) for b in planned_group.bundles], strategy=planned_group.strategy)
-            self._groups.append(group)
-            try:
-                await asyncio.wait_for(_result(group.ready()), self._start_timeout_s)
-            except TimeoutError as exc:
-                bundles = planned_group.bundles
-                together = " on one machine" if planned_group.strategy == "STRICT_PACK" else ""
-                raise FleetError(
-                    f"the Ray cluster has no room for {len(bundles)} workers of {bundles[0].num_cpus} CPUs "
-                    f"and {bundles[0].num_gpus} GPUs each{together}; waited {self._start_timeout_s:g} s"
-                ) from exc
-            self._members += [
-                _Member(bundle.worker, self._new_actor(bundle, group, index))
-                for index, bundle in enumerate(planned_group.bundles)
-            ]
-
-    def _new_actor(self, bundle: Bundle, group: RayPlacementGroup, index: int) -> Any:
+    def _new_actor(self, worker: PlannedWorker, group: RayPlacementGroup, bundle_index: int) -> Any:
         options = ray.remote(WorkerActor).options(
-            num_cpus=bundle.num_cpus,
-            num_gpus=bundle.num_gpus,
+            num_cpus=worker.num_cpus,
+            num_gpus=worker.num_gpus,
             # A call is never repeated: a restart means another pool, and whoever called must know.
             max_restarts=-1,
             max_task_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
         )
-        return options.remote(bundle.worker, on_node_address=self._on_node_address, log_level=self._log_level)
+        return options.remote(worker, on_node_address=self._on_node_address, log_level=self._log_level)
 
-    async def _launch_and_watch(self, member: _Member) -> None:
-        """Watched from its first moment: it may die while others still load."""
-        await self._launch(member)
-        watcher = asyncio.create_task(self._watch(member), name=f"watch {member.planned.worker_id}")
-        watcher.add_done_callback(_report_end)
-        self._tasks.append(watcher)
 
-    async def _launch(self, member: _Member) -> None:
-        worker_id = member.planned.worker_id
-        try:
-            address = await asyncio.wait_for(_result(member.actor.start.remote()), self._start_timeout_s)
-        except TimeoutError as exc:
-            # What hangs goes with its process: another try must not meet it.
-            ray.kill(member.actor, no_restart=False)
-            raise FleetError(f"{worker_id} was not ready after {self._start_timeout_s:g} s") from exc
-        except RayTaskError as exc:
-            raise FleetError(f"{worker_id} cannot start: {_first_line(exc.cause)}") from exc
-        except RayActorError as exc:
-            raise FleetError(f"{worker_id} died while it started: {_first_line(exc)}") from exc
-        member.address = address
-        self._membership.add_worker(address)
+class RayProcess:
+    """The process of an actor (a `fleet.WorkerProcess`): Ray makes another when it dies.
 
-    async def _watch(self, member: _Member) -> None:
-        """Brings one worker back whenever it is lost."""
-        worker_id = member.planned.worker_id
-        backoff = Backoff(first_s=0.2, max_s=30.0)
-        while True:
-            try:
-                if await _result(member.actor.wait.remote()):
-                    return  # stopped
-            except RayActorError as exc:
-                logger.debug("%s: %s", worker_id, exc)
-            if member.address is not None:
-                await self._membership.remove_worker(member.address)
-                member.address = None
-            logger.warning("%s has died and is started again", worker_id)
-            while member.address is None:
-                try:
-                    await self._launch(member)
-                except FleetError as exc:
-                    delay_s = backoff.next_delay()
-                    logger.warning("%s; the next try is in %.1f s", exc, delay_s)
-                    await asyncio.sleep(delay_s)
-            member.num_restarts += 1
-            backoff.succeeded()
-            logger.warning("%s serves again, at %s", worker_id, member.address)
+    Args:
+        actor: a handle of Ray's, which has no static type.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def start(self) -> str:
+        address: str = await _result(self.actor.start.remote())
+        return address
+
+    async def wait(self) -> bool:
+        was_stopped: bool = await _result(self.actor.wait.remote())
+        return was_stopped
+
+    async def stop(self) -> None:
+        await _result(self.actor.stop.remote())
+
+    async def process_id(self) -> int:
+        process_id: int = await _result(self.actor.process_id.remote())
+        return process_id
+
+    def restart(self) -> None:
+        ray.kill(self.actor, no_restart=False)
 
 
 def _resources(bundle: Bundle) -> dict[str, float]:
-    gpus = {"GPU": float(bundle.num_gpus)} if bundle.num_gpus else {}
+    gpus = {"GPU": bundle.num_gpus} if bundle.num_gpus else {}
     return {"CPU": float(bundle.num_cpus), **gpus}
 
 
 async def _result(ref: Any) -> Any:
-    return await ref
-
-
-def _report_end(watcher: asyncio.Task[None]) -> None:
-    if not watcher.cancelled() and (exc := watcher.exception()) is not None:
-        logger.error("the %s has ended: workers that die now stay dead", watcher.get_name(), exc_info=exc)
+    """What a call to Ray comes to, its errors made the fleet's."""
+    try:
+        return await ref
+    except RayTaskError as exc:
+        raise WorkerRaised(_first_line(exc.cause)) from exc
+    except RayActorError as exc:
+        raise ProcessLost(_first_line(exc)) from exc
 
 
 def _first_line(exc: BaseException) -> str:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 16
+
+_ATTENTION_BACKENDS = {"cpu": ("auto", "cpu", "reference"), "cuda": ("auto", "reference", "triton", "flashinfer")}
 
 
 class ConfigError(ValueError):
@@ -32,13 +34,20 @@ class ConfigError(ValueError):
 def _no_truth_value(value: object) -> object:
     # To pydantic `true` is 1; in a file of ours it is a mistake.
     if isinstance(value, bool):
-        raise PydanticCustomError("bool", "must be a number")
+        raise PydanticCustomError("truth_value", "must be a number")
     return value
 
 
+def _one_or_half(gpus: float) -> float:
+    if gpus not in (1.0, 0.5):
+        raise PydanticCustomError("gpus", "must be 1 or 0.5")
+    return gpus
+
+
 _Int = Annotated[int, BeforeValidator(_no_truth_value)]
+_Float = Annotated[float, BeforeValidator(_no_truth_value)]
 _Port = Annotated[_Int, Field(ge=0, le=65535)]
-_Seconds = Annotated[float, BeforeValidator(_no_truth_value), Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[_Float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ClusterConfig(BaseModel):
@@ -58,7 +67,24 @@ class ClusterConfig(BaseModel):
     served_model_name: str | None = Field(
         None, min_length=1, description="The name that clients use. (default: the model as given)"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Of computing and of the KV cache.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Of computing and of the KV cache; auto: float32 on a CPU, bfloat16 on a GPU."
+    )
+
+    device: Literal["cpu", "cuda"] = Field("cpu", description="What workers compute on.")
+    gpus_per_worker: Annotated[_Float, AfterValidator(_one_or_half)] = Field(
+        1.0, description="1, or 0.5: two workers share a GPU."
+    )
+    gpu_memory_utilization: Annotated[_Float, Field(gt=0, le=1)] = Field(
+        0.9, description="Of a GPU's memory, what its workers may take."
+    )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto", description="Of the KV cache alone; auto: dtype. fp8_e4m3 takes half of it, on a GPU."
+    )
+    attention_backend: Literal["auto", "cpu", "reference", "triton", "flashinfer"] = Field(
+        "auto", description="auto: cpu on a CPU; on a GPU flashinfer where it can run, else triton."
+    )
+    enforce_eager: bool = Field(False, description="No CUDA graphs.")
 
     host: str = Field("127.0.0.1", min_length=1, description="Where the gateway listens.")
     port: _Port = Field(8000, description="HTTP; 0: one that is free.")
@@ -71,7 +97,10 @@ class ClusterConfig(BaseModel):
     )
     block_size: _Int = Field(16, ge=1, le=1024, description="Tokens a KV block.")
     num_blocks: _Int | None = Field(
-        None, ge=2, description="KV blocks a worker, with the null block. (default: about 1 GiB, or two contexts)"
+        None,
+        ge=2,
+        description="KV blocks a worker, with the null block. "
+        "(default: about 1 GiB, or two contexts; on a GPU all that gpu_memory_utilization leaves)",
     )
     max_model_len: _Int | None = Field(
         None, ge=2, description="Longest context, prompt and output. (default: the model's own)"
@@ -124,6 +153,16 @@ class ClusterConfig(BaseModel):
                 raise _problem(
                     f"{inner}: must be at most {outer} ({getattr(self, outer):g}), not {getattr(self, inner):g}"
                 )
+        if self.device == "cpu":
+            # What would be ignored was meant for another device.
+            for name in ("gpus_per_worker", "gpu_memory_utilization", "kv_cache_dtype", "enforce_eager"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise _problem(f"{name}: needs device cuda, and device is cpu; it is {value}")
+        if self.attention_backend not in _ATTENTION_BACKENDS[self.device]:
+            raise _problem(
+                f"attention_backend: must be one of {', '.join(_ATTENTION_BACKENDS[self.device])} "
+                f"on device {self.device}, not {self.attention_backend!r}"
+            )
         if self.ray_address.startswith("ray://"):
             raise _problem(
                 f"ray_address: must be 'local', 'auto' or host:port, not {self.ray_address!r}: "
@@ -228,7 +267,11 @@ def _allowed(kind: str, context: dict[str, Any]) -> str:
         return f"one of {context['expected']}".replace("'", "")
     if kind.startswith("int"):
         return "a whole number"
-    if kind.startswith(("float", "bool")):
+    if kind == "gpus":
+        return "1 (a GPU each) or 0.5 (two workers share one)"
+    if kind.startswith("bool"):
+        return "true or false"
+    if kind.startswith("float") or kind == "truth_value":
         return "a number"
     if kind == "finite_number":
         return "finite"

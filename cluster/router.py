@@ -2,8 +2,8 @@
 
 Every way to serve a request is an estimate in seconds: tokens nobody caches · time to compute one, bytes to move · time
 to move one, and the work that waits there already. The least wins; the cache alone never does, so a prefix that all
-requests share spreads over the workers as soon as the worker that has it is busier than recomputing is long. Three rules
-stand above the estimate:
+requests share spreads over the workers as soon as the worker that has it is busier than recomputing is long. Three
+rules stand above the estimate:
 
 - Blocks go only between workers of one host. A decode worker is handed prompts by the prefill workers beside it, and a
   cached prefix is pulled from there, or not at all.

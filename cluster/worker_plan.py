@@ -1,11 +1,10 @@
-"""Which workers a configuration means: what each is told, and where they may be placed.
+"""Which workers a configuration means, and what each is told.
 
 Worked out before anything is started, and without torch: the model's description is read, not its weights. So a pool
 that is too small, or a model that is not there, is refused within a second.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, ConfigError
@@ -15,12 +14,13 @@ from engine.kvcache.slots import num_blocks_for
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelLoadError
 from engine.model.locate import EMBEDDED_MODEL, resolve_model
-from worker.config import WorkerConfig
+from worker.config import Dtype, WorkerConfig
 
 DEFAULT_POOL_BYTES = 1 << 30
 # A default never takes more than this to hold a second context: models of long contexts would take the whole machine.
 _MAX_DEFAULT_POOL_BYTES = 4 << 30
-_ITEM_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}
+_DEFAULT_DTYPES: dict[str, Dtype] = {"cpu": "float32", "cuda": "bfloat16"}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class PlannedWorker:
 
     role: Role
     config: WorkerConfig
+    num_gpus: float = 0.0  # 0.5: it shares one
 
     @property
     def worker_id(self) -> str:
@@ -49,17 +50,18 @@ class WorkerPlan:
 
     @property
     def engine(self) -> EngineConfig:
+        """Its `num_blocks` is the least that a worker has: on a GPU it takes as many more as fit."""
         return self.workers[0].config.engine
-
-    @property
-    def pool_bytes(self) -> int:
-        """Of one worker."""
-        return self.engine.num_blocks * self.bytes_per_block
 
     @property
     def num_cpus(self) -> int:
         """Of all workers."""
         return sum(worker.num_cpus for worker in self.workers)
+
+    @property
+    def num_gpus(self) -> float:
+        """Of all workers."""
+        return sum(worker.num_gpus for worker in self.workers)
 
 
 def plan_workers(config: ClusterConfig, num_cores: int | None = None) -> WorkerPlan:
@@ -76,18 +78,25 @@ def plan_workers(config: ClusterConfig, num_cores: int | None = None) -> WorkerP
         model = ModelConfig.load(path)
     except (FileNotFoundError, ModelLoadError) as exc:
         raise ConfigError(f"model: {exc}") from exc
-    bytes_per_block = model.bytes_per_block(config.block_size, _ITEM_BYTES[config.dtype])
+    dtype = _dtype(config)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    bytes_per_block = model.bytes_per_block(config.block_size, _ITEM_BYTES[kv_dtype])
     engine = _engine_config(config, model, bytes_per_block)
     num_workers = config.prefill_workers + config.decode_workers
     threads = config.threads or max(1, (num_cores or len(os.sched_getaffinity(0))) // num_workers)
     # A path must not depend on the directory that a worker finds itself in; the embedded model each finds for itself.
     model_for_workers = config.model if config.model == EMBEDDED_MODEL else str(path)
+    num_gpus = config.gpus_per_worker if config.device == "cuda" else 0.0
     workers = [
-        PlannedWorker(role, _worker_config(config, model_for_workers, f"{role.value}-{i}", engine, threads))
+        PlannedWorker(role, _worker_config(config, model_for_workers, f"{role.value}-{i}", engine, threads), num_gpus)
         for role, count in ((Role.PREFILL, config.prefill_workers), (Role.DECODE, config.decode_workers))
         for i in range(count)
     ]
     return WorkerPlan(tuple(workers), bytes_per_block)
+
+
+def _dtype(config: ClusterConfig) -> Dtype:
+    return _DEFAULT_DTYPES[config.device] if config.dtype == "auto" else config.dtype
 
 
 def _engine_config(config: ClusterConfig, model: ModelConfig, bytes_per_block: int) -> EngineConfig:
@@ -96,7 +105,12 @@ def _engine_config(config: ClusterConfig, model: ModelConfig, bytes_per_block: i
         raise ConfigError(
             f"max_model_len: must be at most the model's context ({model.max_position_embeddings}), not {max_model_len}"
         )
-    num_blocks = config.num_blocks or _default_num_blocks(max_model_len, config.block_size, bytes_per_block)
+    num_blocks = config.num_blocks
+    if num_blocks is None and config.device == "cuda":
+        # The least; the worker takes what its GPU has left once the model is loaded.
+        num_blocks = 1 + num_blocks_for(max_model_len, config.block_size)
+    elif num_blocks is None:
+        num_blocks = _default_num_blocks(max_model_len, config.block_size, bytes_per_block)
     engine = EngineConfig(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
@@ -121,12 +135,19 @@ def _default_num_blocks(max_model_len: int, block_size: int, bytes_per_block: in
 def _worker_config(
     config: ClusterConfig, model: str, worker_id: str, engine: EngineConfig, threads: int
 ) -> WorkerConfig:
+    finds_num_blocks = config.device == "cuda" and config.num_blocks is None
     return WorkerConfig(
         engine=engine,
         worker_id=worker_id,
         model=model,
         served_model_name=config.model_name,
-        dtype=config.dtype,
+        dtype=_dtype(config),
+        device=config.device,
+        attention_backend=config.attention_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
+        # Who shares a GPU has that share of its memory.
+        gpu_memory_utilization=config.gpu_memory_utilization * config.gpus_per_worker if finds_num_blocks else None,
+        enforce_eager=config.enforce_eager,
         threads=threads,
         lease_s=config.lease_s,
         handoff_timeout_s=config.handoff_timeout_s,
@@ -134,46 +155,3 @@ def _worker_config(
         max_repairs=config.max_repairs,
         drain_timeout_s=config.drain_timeout_s,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Room for one worker on one machine."""
-
-    worker: PlannedWorker
-    num_cpus: int
-    num_gpus: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementGroup:
-    """Workers that are placed together or not at all. The strategy is Ray's word."""
-
-    strategy: str
-    bundles: tuple[Bundle, ...]
-
-
-def place(workers: Sequence[PlannedWorker], gpus_per_worker: int = 0) -> list[PlacementGroup]:
-    """Who must be near whom.
-
-    On CPUs all workers are one group on one machine: any decode worker may be handed a prompt by any prefill worker,
-    and blocks travel through shared memory. Decode workers without prefill workers hand nothing over and may spread.
-    With GPUs, each prefill worker and its decode worker are a pair on one machine, since a GPU's memory can be mapped
-    only there; who is left without a partner is placed alone.
-    """
-
-    def bundle(worker: PlannedWorker) -> Bundle:
-        return Bundle(worker, worker.num_cpus, gpus_per_worker)
-
-    if not gpus_per_worker:
-        has_handoffs = any(worker.role is Role.PREFILL for worker in workers)
-        return [PlacementGroup("STRICT_PACK" if has_handoffs else "PACK", tuple(map(bundle, workers)))]
-    prefill = [worker for worker in workers if worker.role is Role.PREFILL]
-    decode = [worker for worker in workers if worker.role is Role.DECODE]
-    num_pairs = min(len(prefill), len(decode))
-    pairs = list(zip(prefill, decode, strict=False))
-    alone = prefill[num_pairs:] + decode[num_pairs:]
-    return [
-        *(PlacementGroup("STRICT_PACK", (bundle(p), bundle(d))) for p, d in pairs),
-        *(PlacementGroup("PACK", (bundle(worker),)) for worker in alone),
-    ]

@@ -8,10 +8,11 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import os
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from cluster.cli.errors import MISUSED, CommandError, fails_in_a_sentence
 from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.worker_info import WorkerInfo
 from cluster.worker_plan import WorkerPlan, plan_workers
 
 if TYPE_CHECKING:
@@ -43,14 +45,14 @@ def _flag(name: str, schema: dict[str, Any]) -> inspect.Parameter:
     kind = schema["anyOf"][0] if "anyOf" in schema else schema  # an optional one: its type, or null
     # A default that depends on something is described already.
     default = "" if "(default: " in schema["description"] else f" (default: {schema['default']})"
-    option = typer.Option(
-        f"--{name.replace('_', '-')}",
-        help=schema["description"] + default,
-        metavar="|".join(kind["enum"]) if "enum" in kind else _TYPE_NAMES[kind["type"]],
-    )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
-    )
+    flag, text = f"--{name.replace('_', '-')}", schema["description"] + default
+    annotation: Any
+    if kind.get("type") == "boolean":
+        annotation = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text)]
+    else:
+        metavar = "|".join(kind["enum"]) if "enum" in kind else _TYPE_NAMES[kind["type"]]
+        annotation = Annotated[str | None, typer.Option(flag, help=text, metavar=metavar)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 @fails_in_a_sentence
@@ -59,7 +61,7 @@ def serve(
     config_file: Annotated[
         Path | None, typer.Option("--config", help="YAML; its keys are the flags below, which win.")
     ] = None,
-    **flags: str | None,
+    **flags: str | bool | None,
 ) -> None:
     """Serve a model: start the workers and the gateway, and say how to talk to them."""
     try:
@@ -67,10 +69,29 @@ def serve(
         plan = plan_workers(config)
     except ConfigError as exc:
         raise CommandError(*exc.problems, exit_code=MISUSED) from exc
+    if config.device == "cuda" and not config.joins_cluster:
+        _require_gpus(plan)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     # gRPC's own lines on every connection that ends; before it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     asyncio.run(_serve(config, plan))
+
+
+def _require_gpus(plan: WorkerPlan) -> None:
+    """Ray would wait for GPUs that this machine does not have."""
+    from engine.cuda.doctor import require_cuda
+
+    try:
+        machine = require_cuda()
+    except ValueError as exc:
+        raise CommandError(str(exc)) from exc
+    if len(machine.gpus) < plan.num_gpus:
+        share = plan.workers[0].num_gpus
+        hint = "" if share < 1 else " (or --gpus-per-worker 0.5, so that two share one)"
+        raise CommandError(
+            f"{len(plan.workers)} workers with {share:g} GPU each need {math.ceil(plan.num_gpus)} GPUs{hint}, "
+            f"and this machine has {len(machine.gpus)}"
+        )
 
 
 async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
@@ -105,8 +126,8 @@ async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
 
 async def _start_unless(told_to_stop: asyncio.Event, serving: "Serving") -> bool:
     """Whether it has started; if not, it was told to stop first."""
-    from cluster.actors import FleetError
     from cluster.cli.api_client import ServerError
+    from cluster.fleet import FleetError
 
     starting, stopping = asyncio.create_task(serving.start()), asyncio.create_task(told_to_stop.wait())
     try:
@@ -129,15 +150,16 @@ async def _start_unless(told_to_stop: asyncio.Event, serving: "Serving") -> bool
 
 def _announce(console: Console, config: ClusterConfig, plan: WorkerPlan, serving: "Serving") -> None:
     engine, model = plan.engine, serving.membership.model
+    workers = [status.info for status in serving.membership.workers() if status.info is not None]
     base_url = serving.base_url
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_row("model", f"{model.served_model_name}, {model.dtype}, up to {engine.max_model_len:,} tokens")
     threads = plan.workers[0].num_cpus
     table.add_row("workers", f"{_count(plan)}, {threads} thread{'s' if threads > 1 else ''} each")
-    table.add_row(
-        "KV blocks", f"{engine.num_blocks:,} of {engine.block_size} tokens a worker ({plan.pool_bytes / 2**30:.2f} GiB)"
-    )
+    for device in sorted({worker.device for worker in workers} - {"cpu"}):
+        table.add_row("", device)
+    table.add_row("KV blocks", pool_sizes(workers))
     table.add_row("HTTP", f"{base_url}/v1 · {base_url}/metrics")
     table.add_row("gRPC", f"{config.host}:{serving.gateway.grpc_port} (tandem.v1.Generation)")
     console.print("\n[bold green]Tandem is ready.[/]")
@@ -145,6 +167,17 @@ def _announce(console: Console, config: ClusterConfig, plan: WorkerPlan, serving
     # Plainly, and on one line: it is there to be copied.
     console.print(f"\nAsk it:\n{curl_line(base_url, model.served_model_name)}", markup=False, soft_wrap=True)
     console.print(f"or: tandem chat --base-url {base_url}\n", markup=False, soft_wrap=True)
+
+
+def pool_sizes(workers: Sequence[WorkerInfo]) -> str:
+    """How large the workers' pools are: on GPUs each has found out for itself."""
+    least, most = (pick(workers, key=lambda worker: worker.num_blocks) for pick in (min, max))
+    shown = [
+        (f"{worker.num_blocks:,}", f"{worker.num_blocks * worker.bytes_per_block / 2**30:.2f}")
+        for worker in ([least] if least.num_blocks == most.num_blocks else [least, most])
+    ]
+    blocks, gibibytes = (" to ".join(numbers) for numbers in zip(*shown, strict=True))
+    return f"{blocks} of {least.block_size} tokens a worker ({gibibytes} GiB)"
 
 
 def curl_line(base_url: str, model: str) -> str:

@@ -8,21 +8,18 @@ way round: the gateway takes no more requests and lets those in flight end, the 
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import httpx
 
 from cluster.channel import ChannelConfig
 from cluster.cli.api_client import ApiClient
 from cluster.config import ClusterConfig
+from cluster.fleet import Fleet, FleetError
 from cluster.gateway import Gateway
 from cluster.membership import Membership
 from cluster.router import RouterConfig
 from cluster.worker_link import LinkConfig
 from cluster.worker_plan import WorkerPlan
-
-if TYPE_CHECKING:
-    from cluster.actors import Fleet
 
 # Of the first request, beside what may be prefilled on the decode worker: enough to go the long way.
 _FIRST_TOKENS = 8
@@ -113,14 +110,13 @@ class Serving:
         self._ray = asyncio.ensure_future(asyncio.to_thread(self._connect_ray))
         await asyncio.shield(self._ray)
         self._on_ray_started()
-        from cluster.actors import Fleet, FleetError
+        from cluster.actors import RayMachines
 
         self._fleet = Fleet(
             self._plan.workers,
             self.membership,
-            on_node_address=config.joins_cluster,
+            RayMachines(on_node_address=config.joins_cluster, log_level=config.log_level),
             start_timeout_s=config.start_timeout_s,
-            log_level=config.log_level,
         )
         await self._fleet.start()
         try:

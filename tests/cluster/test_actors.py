@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
-from cluster.actors import Fleet, FleetError, WorkerActor, connect
+from cluster.actors import RayMachines, WorkerActor, _ended_in_time, connect
+from cluster.fleet import Fleet, FleetError
 from cluster.membership import Membership
 from cluster.worker_info import Role, WorkerInfo
 from cluster.worker_link import WorkerLink
@@ -63,7 +65,7 @@ async def ready(membership: Membership) -> dict[str, WorkerInfo]:
 async def test_worker_that_is_killed_comes_back_as_a_new_instance_of_the_same_worker(
     membership: RecordingMembership,
 ) -> None:
-    fleet = Fleet([planned(Role.PREFILL, "prefill-0"), planned(Role.DECODE, "decode-0")], membership)
+    fleet = Fleet([planned(Role.PREFILL, "prefill-0"), planned(Role.DECODE, "decode-0")], membership, RayMachines())
     try:
         await fleet.start()
         before = await ready(membership)
@@ -93,7 +95,7 @@ async def test_worker_that_is_killed_comes_back_as_a_new_instance_of_the_same_wo
 async def test_worker_that_cannot_start_says_why_in_a_sentence(membership: RecordingMembership) -> None:
     # Refused by the worker itself: it is not asked for through a configuration of the cluster.
     workers = [planned(Role.DECODE, "decode-0"), planned(Role.DECODE, "decode-1", num_blocks=4)]
-    fleet = Fleet(workers, membership)
+    fleet = Fleet(workers, membership, RayMachines())
     try:
         with pytest.raises(FleetError, match=r"^decode-1 cannot start: a pool of num_blocks=4 ") as caught:
             await fleet.start()
@@ -107,10 +109,8 @@ async def test_cluster_without_room_is_named_with_what_was_asked(membership: Rec
     worker = planned(Role.DECODE, "decode-0")
     huge = replace(worker, config=replace(worker.config, threads=1000))
     prefill = replace(huge, role=Role.PREFILL)
-    fleet = Fleet([prefill, huge], membership, start_timeout_s=1.0)
-    with pytest.raises(
-        FleetError, match="no room for 2 workers of 1000 CPUs and 0 GPUs each on one machine; waited 1 s"
-    ):
+    fleet = Fleet([prefill, huge], membership, RayMachines(), start_timeout_s=1.0)
+    with pytest.raises(FleetError, match="no room for 2 workers of 1000 CPUs each on one machine; waited 1 s"):
         await fleet.start()
     await fleet.stop(timeout_s=1.0)
 
@@ -141,6 +141,26 @@ async def test_process_goes_with_a_worker_that_fails_but_not_with_one_that_is_st
     assert exits == ([] if is_stopped else [1])
 
 
+@pytest.mark.parametrize(("visible", "device"), [("1", "cuda:0"), ("0,1", "cuda:1")])
+async def test_worker_is_told_the_gpu_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str, device: str
+) -> None:
+    made: list[PlannedWorker] = []
+
+    def make(worker: PlannedWorker) -> FailingWorker:
+        made.append(worker)
+        return FailingWorker()
+
+    monkeypatch.setattr("cluster.actors._make_worker", make)
+    monkeypatch.setattr("ray.get_gpu_ids", lambda: [1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    worker = planned(Role.DECODE, "decode-0")
+    on_gpu = replace(worker, config=replace(worker.config, device="cuda"), num_gpus=1.0)
+    for each in (worker, on_gpu):
+        await WorkerActor(each, on_node_address=False, log_level="warning").start()
+    assert [worker.config.device for worker in made] == ["cpu", device]
+
+
 async def test_process_that_has_started_no_worker_has_none_to_wait_for() -> None:
     actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False, log_level="warning")
     assert not await actor.wait()
@@ -152,3 +172,16 @@ def test_ray_address_where_nobody_answers_is_known_at_once() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(FleetError, match=f"^nothing answers at the Ray address '{address}'$"):
             connect(address, num_cpus=1)
+
+
+async def test_call_to_a_ray_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("cluster.actors._RAY_END_S", 0.0)
+
+    def hang() -> None:
+        answered.wait()
+
+    assert not await _ended_in_time(hang)
+    answered.set()
+    monkeypatch.setattr("cluster.actors._RAY_END_S", 600.0)
+    assert await _ended_in_time(lambda: None)

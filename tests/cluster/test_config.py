@@ -58,6 +58,29 @@ def test_defaults_are_allowed_values() -> None:
         ({"port": 9000, "grpc_port": 9000}, "grpc_port: must differ from port, and both are 9000"),
         ({"max_num_seq": 8}, "max_num_seq: there is no such key; did you mean max_num_seqs?"),
         ({"zebra": 8}, "zebra: there is no such key"),
+        ({"device": "gpu"}, "device: must be one of cpu or cuda, not 'gpu'"),
+        (
+            {"device": "cuda", "gpus_per_worker": "2"},
+            "gpus_per_worker: must be 1 (a GPU each) or 0.5 (two workers share one), not '2'",
+        ),
+        ({"device": "cuda", "gpus_per_worker": True}, "gpus_per_worker: must be a number, not True"),
+        ({"gpus_per_worker": 0.5}, "gpus_per_worker: needs device cuda, and device is cpu; it is 0.5"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype: needs device cuda, and device is cpu; it is fp8_e4m3"),
+        ({"device": "cuda", "kv_cache_dtype": "fp8"}, "kv_cache_dtype: must be one of auto or fp8_e4m3, not 'fp8'"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization: needs device cuda, and device is cpu; it is 0.5"),
+        ({"device": "cuda", "gpu_memory_utilization": 0}, "gpu_memory_utilization: must be above 0, not 0"),
+        ({"device": "cuda", "gpu_memory_utilization": 1.1}, "gpu_memory_utilization: must be at most 1, not 1.1"),
+        ({"enforce_eager": True}, "enforce_eager: needs device cuda, and device is cpu; it is True"),
+        ({"device": "cuda", "enforce_eager": "perhaps"}, "enforce_eager: must be true or false, not 'perhaps'"),
+        ({"device": "cuda", "enforce_eager": [1]}, "enforce_eager: must be true or false, not [1]"),
+        (
+            {"attention_backend": "flashinfer"},
+            "attention_backend: must be one of auto, cpu, reference on device cpu, not 'flashinfer'",
+        ),
+        (
+            {"device": "cuda", "attention_backend": "cpu"},
+            "attention_backend: must be one of auto, reference, triton, flashinfer on device cuda, not 'cpu'",
+        ),
         (
             {"ray_address": "ray://a:1"},
             "ray_address: must be 'local', 'auto' or host:port, not 'ray://a:1': the gateway runs inside the cluster",
@@ -66,6 +89,11 @@ def test_defaults_are_allowed_values() -> None:
 )
 def test_bad_value_is_named_with_what_is_allowed(values: dict[str, object], problem: str) -> None:
     assert problems_of(**values) == (problem,)
+
+
+@pytest.mark.parametrize("share", [1, "1", 0.5, "0.5"])
+def test_workers_have_a_gpu_each_or_share_one(share: object) -> None:
+    assert load_config(None, {"device": "cuda", "gpus_per_worker": share}).gpus_per_worker == float(str(share))
 
 
 def test_every_bad_value_is_named_at_once() -> None:

@@ -109,7 +109,7 @@ def test_plan(workers: str, held: dict[str, int], max_local: int, decided: tuple
         pytest.param("p0@A d0@B", {}, ("d0@B", None, None, 0), id="prefill worker elsewhere: local"),
         pytest.param("p0 d0@B", {}, ("d0@B", "p0", None, 0), id="unknown host: as if on the same"),
         pytest.param("p0@A d0", {}, ("d0", "p0@A", None, 0), id="unknown host of the decode worker: likewise"),
-        pytest.param("p0@A p1@B d0@B", {"p0@A": 99}, ("d0@B", "p1@B", None, 0), id="cached on a host that has no decode"),
+        pytest.param("p0@A p1@B d0@B", {"p0@A": 99}, ("d0@B", "p1@B", None, 0), id="cached where nobody decodes"),
         pytest.param("p0@A p1@B d0@A d1@B", {"p1@B": 50}, ("d1@B", "p1@B", None, 50), id="decode where prefill caches"),
         pytest.param("p0@A d0@A d1@B", {"d1@B": 90}, ("d1@B", None, None, 90), id="its own cache, no prefill worker"),
         pytest.param("p0@A d0@A d1@A", {"d1@A": 50}, ("d1@A", "p0@A", "d1@A", 50), id="pulled within the host"),

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.worker_info import Role
-from cluster.worker_plan import DEFAULT_POOL_BYTES, PlannedWorker, place, plan_workers
+from cluster.worker_plan import DEFAULT_POOL_BYTES, plan_workers
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers · K and V · heads · block_size · head_dim · float32
 
@@ -55,7 +55,8 @@ def test_context_is_the_models_and_the_pool_about_a_gibibyte_unless_given(model:
     plan = plan_workers(ClusterConfig(model=model))
     assert plan.engine.max_model_len == 256
     assert plan.bytes_per_block == BLOCK_BYTES
-    assert 0 <= plan.pool_bytes - DEFAULT_POOL_BYTES <= BLOCK_BYTES
+    assert 0 <= plan.engine.num_blocks * BLOCK_BYTES - DEFAULT_POOL_BYTES <= BLOCK_BYTES
+    assert {w.config.gpu_memory_utilization for w in plan.workers} == {None}
     half = plan_workers(ClusterConfig(model=model, dtype="bfloat16"))
     assert half.bytes_per_block == BLOCK_BYTES // 2
 
@@ -102,29 +103,47 @@ def test_path_of_a_model_does_not_depend_on_the_working_directory(model: str, mo
     assert {w.config.model for w in plan.workers} == {model}
 
 
-def planned(model: str, prefill: int, decode: int) -> tuple[PlannedWorker, ...]:
-    return plan_workers(ClusterConfig(model=model, prefill_workers=prefill, decode_workers=decode, threads=2)).workers
+@pytest.mark.parametrize(
+    ("dtypes", "worker_dtype", "item_bytes"),
+    [
+        ({}, "bfloat16", 2),
+        ({"dtype": "float32"}, "float32", 4),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, "bfloat16", 1),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "bfloat16", 1),
+    ],
+)
+def test_numbers_on_a_gpu_are_half_as_wide_unless_given(
+    model: str, dtypes: dict[str, Any], worker_dtype: str, item_bytes: int
+) -> None:
+    plan = plan_workers(ClusterConfig(model=model, device="cuda", **dtypes))
+    assert plan.bytes_per_block == BLOCK_BYTES * item_bytes // 4
+    assert {w.config.dtype for w in plan.workers} == {worker_dtype}
+    assert {w.config.kv_cache_dtype for w in plan.workers} == {dtypes.get("kv_cache_dtype", "auto")}
+    assert {w.config.device for w in plan.workers} == {"cuda"}
 
 
-def placed_ids(model: str, prefill: int, decode: int, gpus: int) -> list[tuple[str, tuple[str, ...]]]:
-    groups = place(planned(model, prefill, decode), gpus)
-    return [(group.strategy, tuple(b.worker.worker_id for b in group.bundles)) for group in groups]
+@pytest.mark.parametrize(("share", "utilization"), [(1, 0.8), (0.5, 0.4)])
+def test_worker_on_a_gpu_takes_its_share_of_the_memory_and_at_least_a_context(
+    model: str, share: float, utilization: float
+) -> None:
+    config = ClusterConfig(model=model, device="cuda", gpus_per_worker=share, gpu_memory_utilization=0.8)
+    plan = plan_workers(config)
+    assert plan.engine.num_blocks == 1 + 256 // 16
+    assert {w.config.gpu_memory_utilization for w in plan.workers} == {utilization}
+    assert plan.num_gpus == 2 * share
 
 
-def test_workers_on_cpus_share_one_machine(model: str) -> None:
-    assert placed_ids(model, 1, 2, gpus=0) == [("STRICT_PACK", ("prefill-0", "decode-0", "decode-1"))]
-    (group,) = place(planned(model, 1, 1))
-    assert [(b.num_cpus, b.num_gpus) for b in group.bundles] == [(2, 0), (2, 0)]
+def test_number_of_blocks_that_is_given_is_taken_on_a_gpu_as_well(model: str) -> None:
+    plan = plan_workers(ClusterConfig(model=model, device="cuda", num_blocks=500))
+    assert plan.engine.num_blocks == 500
+    assert {w.config.gpu_memory_utilization for w in plan.workers} == {None}
+    with pytest.raises(ConfigError, match=r"num_blocks=16 .* at least 17"):
+        plan_workers(ClusterConfig(model=model, device="cuda", num_blocks=16))
 
 
-def test_decode_workers_that_no_one_hands_blocks_to_may_spread(model: str) -> None:
-    assert placed_ids(model, 0, 2, gpus=0) == [("PACK", ("decode-0", "decode-1"))]
-
-
-def test_workers_with_gpus_are_pairs_that_stay_on_one_machine(model: str) -> None:
-    assert placed_ids(model, 3, 2, gpus=1) == [
-        ("STRICT_PACK", ("prefill-0", "decode-0")),
-        ("STRICT_PACK", ("prefill-1", "decode-1")),
-        ("PACK", ("prefill-2",)),
-    ]
-    assert {b.num_gpus for group in place(planned(model, 3, 2), 1) for b in group.bundles} == {1}
+def test_what_attention_runs_on_and_cuda_graphs_are_passed_on(model: str) -> None:
+    config = ClusterConfig(model=model, device="cuda", attention_backend="triton", enforce_eager=True)
+    assert {(w.config.attention_backend, w.config.enforce_eager) for w in plan_workers(config).workers} == {
+        ("triton", True)
+    }
+    assert {w.config.device for w in plan_workers(ClusterConfig(model=model)).workers} == {"cpu"}

@@ -2,14 +2,16 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli.app import app
-from cluster.cli.serve import curl_line
-from cluster.config import ClusterConfig
+from cluster.cli.serve import curl_line, pool_sizes
+from cluster.config import ClusterConfig, ConfigError
+from fake_generator import worker_status
 
 
 def serve(*args: str) -> Result:
@@ -54,6 +56,40 @@ def test_pool_too_small_for_one_context_is_refused_with_the_numbers() -> None:
     assert result.exit_code == 2
     assert "num_blocks=100 blocks" in result.stderr
     assert "num_blocks must be at least 513, or max_model_len at most 1584" in result.stderr
+
+
+@pytest.mark.parametrize(("flags", "value"), [([], None), (["--enforce-eager"], True), (["--no-enforce-eager"], False)])
+def test_truth_value_is_a_flag_without_one(monkeypatch: pytest.MonkeyPatch, flags: list[str], value: object) -> None:
+    given: dict[str, object] = {}
+
+    def load_config(_: object, flags: dict[str, object]) -> ClusterConfig:
+        given.update(flags)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("cluster.cli.serve.load_config", load_config)
+    assert serve(*flags).stderr == "tandem: enough\n"
+    assert given["enforce_eager"] is value
+
+
+def test_gpu_key_on_a_cpu_is_refused() -> None:
+    result = serve("--enforce-eager")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "tandem: enforce_eager: needs device cuda, and device is cpu; it is True\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "shown"),
+    [
+        ([1024, 1024], "1,024 of 16 tokens a worker (0.50 GiB)"),
+        ([4096, 1024, 2048], "1,024 to 4,096 of 16 tokens a worker (0.50 to 2.00 GiB)"),
+    ],
+)
+def test_pools_are_shown_as_large_as_they_are(num_blocks: list[int], shown: str) -> None:
+    info = worker_status().info
+    assert info is not None
+    assert pool_sizes([replace(info, num_blocks=n, bytes_per_block=1 << 19) for n in num_blocks]) == shown
 
 
 def test_first_request_is_a_line_for_a_shell() -> None:
