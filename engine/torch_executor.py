@@ -123,6 +123,15 @@ class TorchExecutor:
         return _name(self._dtype)
 
     @property
+    def item_bytes(self) -> int:
+        """Of a number of weights and activations."""
+        return self._dtype.itemsize
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from engine.attention import get_backend
-from engine.attention.backend import AttentionShape, build_metadata
+from engine.attention.backend import AttentionBackend, AttentionShape, build_metadata
 from engine.executor import ScheduledRequest
 from engine.memory import PrivateMemory
 from engine.model.config import ModelConfig
@@ -127,25 +127,24 @@ class PagedRunner:
     ) -> None:
         self.config: ModelConfig = ModelConfig.load(path)
         self.model = load_llama(path, self.config, dtype)
-        self._attention = get_backend(attention_backend)
-        self._attention.prepare(
-            AttentionShape(
-                self.config.num_heads,
-                self.config.num_kv_heads,
-                self.config.head_dim,
-                block_size,
-                dtype,
-                dtype,
-                self.config.head_dim**-0.5,
-                frozenset(self.config.layer_windows),
-            )
+        self.shape = AttentionShape(
+            self.config.num_heads,
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            block_size,
+            dtype,
+            dtype,
+            self.config.head_dim**-0.5,
+            frozenset(self.config.layer_windows),
         )
+        self._attention: AttentionBackend = get_backend(attention_backend)
+        self._attention.prepare(self.shape)
         self._block_size = block_size
         shape = (num_blocks, self.config.num_layers, 2, self.config.num_kv_heads, block_size, self.config.head_dim)
         self._memory = PrivateMemory(int(np.prod(shape)) * dtype.itemsize)
         pool = torch.frombuffer(self._memory.buffer, dtype=dtype).view(shape)
         pool.fill_(float("nan"))  # whatever is read before it is written shows
-        self._layer_kvs = list(pool.unbind(dim=1))
+        self.layer_kvs = list(pool.unbind(dim=1))
 
     @torch.inference_mode()
     def step(self, *shares: tuple[Sequence[int], int, Sequence[int]]) -> list[torch.Tensor]:
@@ -158,9 +157,7 @@ class PagedRunner:
         metadata = build_metadata(requests, block_size=self._block_size)
         self._attention.plan(metadata)
         positions = torch.from_numpy(metadata.positions)
-        logits = self.model.forward(
-            token_ids, positions, self._attention, self._layer_kvs, torch.arange(len(token_ids))
-        )
+        logits = self.model.forward(token_ids, positions, self._attention, self.layer_kvs, torch.arange(len(token_ids)))
         return list(logits.split([len(r.token_ids) for r in requests]))
 
     def run(self, token_ids: Sequence[int], chunks: Sequence[int], table: Sequence[int]) -> torch.Tensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.executor import ModelOutput, SampledToken, SamplingInput, ScheduledRequest, SchedulerOutput
 from engine.memory import PrivateMemory
@@ -132,6 +133,63 @@ def test_bfloat16_blocks_give_nearly_the_same_logprobs(folder: Path) -> None:
     assert narrow.logprob == pytest.approx(wide.logprob, abs=0.1)
 
 
+def kv_of(memory: PrivateMemory, dtype: torch.dtype) -> torch.Tensor:
+    """[num_blocks, num_layers, 2, …] of the tiny model, as float32."""
+    layers = 3
+    return torch.frombuffer(memory.buffer, dtype=dtype).float().view(NUM_BLOCKS, layers, 2, -1)
+
+
+def calibrate(folder: Path, names: tuple[str, str]) -> list[tuple[float, float]]:
+    """Gives a saved model scales for an 8-bit cache; a layer's (k, v)."""
+    scales = [(0.25 * (layer + 1), 0.0625 * (layer + 1)) for layer in range(3)]
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for layer, both in enumerate(scales):
+        for name, scale in zip(names, both, strict=True):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([scale])
+    save_file(tensors, path, metadata={"format": "pt"})
+    return scales
+
+
+@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale")])
+def test_an_8_bit_cache_holds_what_was_computed_over_the_checkpoints_scales(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    save_model(tmp_path)
+    scales = torch.tensor(calibrate(tmp_path, names))
+    wide, wide_memory = bound(tmp_path, attention_backend="reference")
+    narrow, memory = bound(tmp_path, attention_backend="reference", kv_cache_dtype="fp8_e4m3")
+    assert narrow.layout.bytes_per_block * 4 == wide.layout.bytes_per_block
+    prompt = random_tokens(9)
+    expected = execute(wide, share("a", prompt, 0, [1, 2, 3]))["a"]
+    token = execute(narrow, share("a", prompt, 0, [1, 2, 3]))["a"]
+    assert token.logprob == pytest.approx(expected.logprob, abs=0.3)
+    # The first layer's keys and values do not depend on any that were rounded before.
+    stored, computed = kv_of(memory, torch.float8_e4m3fn)[1, 0], kv_of(wide_memory, torch.float32)[1, 0]
+    torch.testing.assert_close(stored * scales[0][:, None], computed, rtol=2**-4, atol=2**-7)
+
+
+def test_an_8_bit_cache_has_other_blocks_and_so_another_fingerprint(folder: Path, tmp_path: Path) -> None:
+    def print_of(path: Path, **options: object) -> bytes:
+        return TorchExecutor(path, attention_backend="reference", **options).layout.fingerprint
+
+    save_model(tmp_path)
+    calibrate(tmp_path, ("k_scale", "v_scale"))
+    prints = [print_of(path, kv_cache_dtype=kind) for path in (folder, tmp_path) for kind in ("auto", "fp8_e4m3")]
+    assert len(set(prints)) == 4
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_makes_no_sense_is_refused(tmp_path: Path, scale: float) -> None:
+    save_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {"model.layers.1.self_attn.k_scale": torch.tensor([scale])}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"model\.layers\.1\.self_attn\.k_scale must be above 0"):
+        TorchExecutor(tmp_path, attention_backend="reference", kv_cache_dtype="fp8_e4m3")
+    TorchExecutor(tmp_path)  # not looked at where it does not matter
+
+
 def test_fingerprints_are_equal_exactly_when_blocks_can_be_exchanged(folder: Path, tmp_path: Path) -> None:
     copy, other = tmp_path / "copy", tmp_path / "other"
     shutil.copytree(folder, copy)
@@ -161,6 +219,10 @@ def test_threads_are_what_was_asked_for(folder: Path) -> None:
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, not 'float16'"),
         ({"block_size": 0}, "block_size must be above 0, not 0"),
         ({"num_threads": 0}, "num_threads must be above 0, not 0"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, fp8_e4m3, not 'fp8'"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "attention backend cpu keeps the KV cache in .*float32, not in .*float8"),
+        ({"device": "cuda"}, "device cuda is not there: torch sees 0 GPUs"),
+        ({"device": "tpu"}, "device must be cpu, cuda or cuda:<number>, not 'tpu'"),
         ({"attention_backend": "gpu"}, "attention backend must be one of .*, not 'gpu'"),
     ],
 )

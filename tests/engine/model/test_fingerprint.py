@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.model import fingerprint as module
+from engine.attention.backend import KVScales
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.fingerprint import fingerprint, weights_identity
 from tests.tiny_models import save_model
@@ -28,6 +29,10 @@ def test_everything_that_goes_into_a_block_changes_the_fingerprint(config: Model
         fingerprint(config, dtype="float32", block_size=16, weights=b"w"),
         fingerprint(config, dtype="bfloat16", block_size=16, weights=b"w"),
         fingerprint(config, dtype="float32", block_size=32, weights=b"w"),
+        fingerprint(config, dtype="float32", kv_dtype="float8_e4m3fn", block_size=16, weights=b"w"),
+        fingerprint(
+            config, dtype="float32", kv_dtype="float8_e4m3fn", kv_scales=[KVScales(0.5)], block_size=16, weights=b"w"
+        ),
         fingerprint(config, dtype="float32", block_size=16, weights=b"x"),
         fingerprint(replace(config, rope=RopeConfig(5.0)), dtype="float32", block_size=16, weights=b"w"),
         fingerprint(replace(config, rms_norm_eps=0.5), dtype="float32", block_size=16, weights=b"w"),
