@@ -1,6 +1,7 @@
-"""The command line: `tandem serve`, `chat`, `bench`, `status`.
+"""The command line: `tandem serve`, `chat`, `bench`, `status`, `doctor`.
 
-`serve` is a cluster's own process (Ray, the gateway); the others are clients of its HTTP API and load none of it.
+`serve` is a cluster's own process (Ray, the gateway); the others are clients of its HTTP API and load none of it, but
+for `doctor`, which asks nobody but the machine.
 """
 
 import sys

@@ -4,6 +4,7 @@ import typer
 
 from cluster.cli.bench import bench
 from cluster.cli.chat import chat
+from cluster.cli.doctor import doctor
 from cluster.cli.serve import serve
 from cluster.cli.status import status
 
@@ -18,3 +19,4 @@ app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.command()(status)
+app.command()(doctor)
