@@ -166,7 +166,7 @@ class WorkerNode:
             dtype=built.dtype,
             metrics_address=endpoint.address,
             host_id=host_id(),
-            device=getattr(built, "device", "cpu"),
+            device=built.device,
         )
 
     # --- what the engine says

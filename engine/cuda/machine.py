@@ -25,7 +25,7 @@ _CUPYS = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class CudaDevice:
     """One that CUDA shows to this process."""
 
     name: str
@@ -45,7 +45,7 @@ class Machine:
     driver: str | None = None  # the version of the kernel's, such as 570.124.06
     driver_cuda: Version | None = None  # the newest CUDA that the driver's library serves; None: no such library
     driver_error: str | None = None  # why the library shows no GPU, by CUDA's name
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[CudaDevice, ...] = ()
     apart: tuple[tuple[int, int], ...] = ()  # pairs of `gpus` that cannot reach each other's memory
     torch: str | None = None  # versions of packages; None: not installed
     torch_cuda: Version | None = None  # that torch was built for; None: for CPUs
@@ -163,7 +163,7 @@ _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRI
 class _Answer:
     cuda: Version | None = None
     error: str | None = None
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[CudaDevice, ...] = ()
     apart: tuple[tuple[int, int], ...] = ()
 
 
@@ -212,14 +212,14 @@ class _Driver:
         self.call(function, ctypes.byref(answer), *arguments)
         return answer.value
 
-    def gpu(self, device: int) -> Gpu:
+    def gpu(self, device: int) -> CudaDevice:
         name = ctypes.create_string_buffer(256)
         self.call("cuDeviceGetName", name, len(name), device)
         major, minor = (
             self.number("cuDeviceGetAttribute", attribute, device)
             for attribute in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR)
         )
-        return Gpu(name.value.decode(errors="replace"), (major, minor))
+        return CudaDevice(name.value.decode(errors="replace"), (major, minor))
 
     def reaches(self, device: int, peer: int) -> bool:
         return bool(self.number("cuDeviceCanAccessPeer", device, peer))

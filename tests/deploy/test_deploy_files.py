@@ -20,7 +20,7 @@ from worker.config import WorkerConfig
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-@pytest.mark.parametrize("name", ["onprem", "aws"])
+@pytest.mark.parametrize("name", ["onprem", "onprem-gpu", "aws"])
 def test_ray_takes_the_cluster(name: str) -> None:
     prepared = prepare_config(yaml.safe_load((DEPLOY / "ray" / f"{name}.yaml").read_text()))
     validate_config(prepared)
@@ -29,6 +29,32 @@ def test_ray_takes_the_cluster(name: str) -> None:
     for kind in ("head", "worker"):
         assert any("--editable" in command for command in prepared[f"{kind}_setup_commands"])
         assert any("~/tandem/.venv/bin/ray start" in command for command in prepared[f"{kind}_start_ray_commands"])
+
+
+def test_gpu_machines_get_the_packages_and_the_compilers_for_gpus() -> None:
+    cpu, gpu = (yaml.safe_load((DEPLOY / "ray" / f"{name}.yaml").read_text()) for name in ("onprem", "onprem-gpu"))
+    different = {key for key in cpu | gpu if cpu.get(key) != gpu.get(key)}
+    assert different == {
+        "cluster_name", "setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
+    }  # fmt: skip
+    (install,) = (command for command in gpu["setup_commands"] if "--editable" in command)
+    assert "'.[gpu]'" in install
+    # What the extra and the constraints both pin could not be installed.
+    assert re.search("^torch==", (DEPLOY.parent / "constraints.txt").read_text(), re.MULTILINE)
+    assert gpu["setup_commands"].index("grep -v '^torch==' ~/tandem/constraints.txt > ~/tandem-constraints.txt") < gpu[
+        "setup_commands"
+    ].index(install)
+    for kind in ("head", "worker"):
+        start = gpu[f"{kind}_start_ray_commands"][-1]
+        assert start.startswith("PATH=$HOME/tandem/.venv/bin:/usr/local/cuda/bin:$PATH ")
+
+
+def test_ray_takes_the_containers_that_the_readme_names() -> None:
+    (section,) = re.findall(r"```yaml\n(docker:.*?)```", (DEPLOY / "README.md").read_text(), re.DOTALL)
+    docker = yaml.safe_load(section)["docker"]
+    assert {"--gpus all", "--pid=host", "--ipc=host"} <= set(docker["run_options"])
+    config = yaml.safe_load((DEPLOY / "ray" / "onprem-gpu.yaml").read_text())
+    validate_config(prepare_config(config | {"docker": docker}))
 
 
 def test_schema_would_refuse_a_slip() -> None:

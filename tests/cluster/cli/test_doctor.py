@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.app import app
-from engine.cuda.machine import Gpu, Machine
+from engine.cuda.machine import CudaDevice, Machine
 
 NO_CARD = Machine()
 ONE_GPU = Machine(
     num_cards=1,
     driver="570.124.06",
     driver_cuda=(12, 8),
-    gpus=(Gpu("NVIDIA [H200]", (9, 0)),),
+    gpus=(CudaDevice("NVIDIA [H200]", (9, 0)),),
     torch="2.10.0",
     torch_cuda=(12, 8),
     cupys=("cupy-cuda12x",),

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.cuda.doctor import Finding, Level, findings, missing_for_flashinfer, missing_for_triton, require_cuda
-from engine.cuda.machine import Gpu, Machine
+from engine.cuda.machine import CudaDevice, Machine
 
-H200 = Gpu("NVIDIA H200", (9, 0))
+H200 = CudaDevice("NVIDIA H200", (9, 0))
 GOOD = Machine(
     num_cards=1,
     driver="570.124.06",
@@ -69,7 +69,7 @@ PROBLEMS = {
         ),
     ),
     "an old GPU": (
-        {"gpus": (Gpu("Tesla T4", (7, 5)),)},
+        {"gpus": (CudaDevice("Tesla T4", (7, 5)),)},
         "GPU 0: Tesla T4, compute capability 7.5: at least 8.0 is needed (Ampere)",
     ),
     "no torch": (
@@ -153,7 +153,7 @@ WARNINGS = {
         "Triton could not stand in for FlashInfer, for want of Python.h",
     ),
     "MIG": (
-        {"gpus": (Gpu("NVIDIA H200 MIG 1g.18gb", (9, 0)),)},
+        {"gpus": (CudaDevice("NVIDIA H200 MIG 1g.18gb", (9, 0)),)},
         (
             "GPU 0: NVIDIA H200 MIG 1g.18gb, compute capability 9.0: MIG is on, which CUDA IPC does not work with: "
             "blocks go through pinned host memory instead of CUDA IPC"

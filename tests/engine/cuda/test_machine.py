@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cuda.machine import Gpu, look
+from engine.cuda.machine import CudaDevice, look
 
 # The functions of libcuda that are asked, over three GPUs of which the last reaches no other.
 LIBCUDA = r"""
@@ -99,7 +99,7 @@ def test_driver_is_asked_for_its_gpus(root: FakeRoot, tmp_path: Path, line: str,
     root.add_driver(line)
     machine = look(root.path, libcuda(tmp_path))
     assert (machine.driver, machine.driver_cuda, machine.driver_error) == (version, (12, 8), None)
-    assert machine.gpus == (Gpu("Card 70", (9, 0)), Gpu("Card 71", (9, 1)), Gpu("Card 72", (9, 2)))
+    assert machine.gpus == (CudaDevice("Card 70", (9, 0)), CudaDevice("Card 71", (9, 1)), CudaDevice("Card 72", (9, 2)))
     assert machine.apart == ((2, 0), (2, 1))
 
 
@@ -132,8 +132,8 @@ def test_containers_are_known_by_their_namespaces(root: FakeRoot) -> None:
 
 
 def test_part_of_a_gpu_is_known_by_its_name() -> None:
-    assert Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0)).is_mig
-    assert not Gpu("NVIDIA A100-SXM4-40GB", (8, 0)).is_mig
+    assert CudaDevice("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0)).is_mig
+    assert not CudaDevice("NVIDIA A100-SXM4-40GB", (8, 0)).is_mig
 
 
 @pytest.mark.parametrize(
