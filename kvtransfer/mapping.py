@@ -42,6 +42,7 @@ class HostMapping(PoolMapping, Protocol):
 # Each kind of handle, and the class that maps it: `Mapping(handle) -> PoolMapping`, or PoolUnreachable.
 MAPPINGS = {
     "memfd": "kvtransfer.memfd:MemfdMapping",
+    "cuda_ipc": "kvtransfer.cuda_ipc:CudaIpcMapping",
     "loopback": "kvtransfer.loopback:LoopbackMapping",
 }
 

@@ -79,6 +79,10 @@ class CudaRuntime(Protocol):
 
     def event_record(self, event: int, stream: int) -> None: ...
 
+    def event_query(self, event: int) -> bool:
+        """Whether what the last record stands for is done; true if there is none."""
+        ...
+
     def event_synchronize(self, event: int) -> None:
         """Waits for the last record; returns at once if there is none."""
         ...
@@ -92,11 +96,15 @@ class CudaRuntime(Protocol):
     # --- between processes
 
     def ipc_get_mem_handle(self, pointer: int) -> bytes:
-        """64 bytes; of memory from `malloc` alone, and always of the whole allocation."""
+        """64 bytes; of the start of memory from `malloc` alone, and always of the whole allocation."""
         ...
 
     def ipc_open_mem_handle(self, handle: bytes) -> int:
-        """The address here of another process's memory. A process's own handle, or one that is open, is refused."""
+        """The address here of another process's memory, for the current device.
+
+        A process's own handle is refused. One that is open already must not be opened again: newer drivers count, older
+        ones refuse.
+        """
         ...
 
     def ipc_close_mem_handle(self, pointer: int) -> None:
@@ -190,6 +198,15 @@ class _CuPyRuntime:
     def event_record(self, event: int, stream: int) -> None:
         self._call(self._runtime.eventRecord, event, stream)
 
+    def event_query(self, event: int) -> bool:
+        return bool(self._call(self._event_is_done, event))
+
+    def _event_is_done(self, event: int) -> bool:
+        status = self._runtime.eventQuery(event)  # a status, where CuPy's other calls raise
+        if status not in (0, _ERROR_NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
     def event_synchronize(self, event: int) -> None:
         self._call(self._runtime.eventSynchronize, event)
 
@@ -215,4 +232,6 @@ class _CuPyRuntime:
         return int(self._call(self._runtime.ipcOpenEventHandle, handle))
 
 
-_HOST_REGISTER_PORTABLE = 1  # CuPy has no name for it
+# CuPy has no names for these.
+_HOST_REGISTER_PORTABLE = 1
+_ERROR_NOT_READY = 600
