@@ -12,6 +12,8 @@ torch and compilers, which the gateway never does.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from engine.attention.flashinfer_install import why_not_flashinfer
+
 if TYPE_CHECKING:
     from engine.attention.backend import AttentionBackend
 
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
 BACKENDS: dict[str, str] = {
     "reference": "engine.attention.reference:ReferenceBackend",
     "cpu": "engine.attention.cpu:CpuBackend",
+    "flashinfer": "engine.attention.flashinfer_backend:FlashInferBackend",
 }
 
 
 def default_backend(device_type: str, dtype: str) -> str:
-    """The best that can run here, by name.
+    """The best that can run here, by name. Reads files at most: FlashInfer is not imported to find out.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -31,7 +34,7 @@ def default_backend(device_type: str, dtype: str) -> str:
     """
     if device_type == "cpu":
         return "cpu"
-    return "triton"
+    return "flashinfer" if dtype != "float32" and why_not_flashinfer() is None else "triton"
 
 
 def get_backend(name: str, *, num_threads: int = 1, device: str = "cpu") -> "AttentionBackend":
