@@ -172,11 +172,8 @@ class CudaIpcMemory:
             base = runtime.malloc(size)
         except CudaError as error:
             free, total = runtime.mem_info()
-            raise CudaError(
-                error.name,
-                f"no room for a pool of {self.nbytes} bytes on {gpu_name(self.uuid)}, where {free} of {total} are free: "
-                f"{error}",
-            ) from error
+            where = f"{gpu_name(self.uuid)}, where {free} of {total} are free"
+            raise CudaError(error.name, f"no room for a pool of {size} bytes on {where}: {error}") from error
         try:
             runtime.memset(base, 0, size)
             self._write(base, HEADER.pack(MAGIC, self._nonce, self.nbytes))

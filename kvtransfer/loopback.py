@@ -69,7 +69,7 @@ class LoopbackMapping:
             PoolUnreachable: it is closed.
         """
         memory = LoopbackMemory.find(handle.raw)
-        if memory is None or len(memory.buffer) != handle.size:
+        if memory is None or (handle.offset, handle.size) != (0, len(memory.buffer)):
             raise PoolUnreachable(f"the pool of instance {handle.instance_id} is gone from this process")
         self.buffer = memory.buffer.toreadonly()
 
