@@ -367,6 +367,20 @@ async def test_with_no_other_prefill_worker_left_the_decode_worker_prefills() ->
         assert (c.generator.stats.repairs, c.generator.stats.local_fallbacks) == (1, 1)
 
 
+async def test_a_prefill_worker_of_another_host_is_neither_planned_nor_named_in_a_repair() -> None:
+    async with fake_cluster("", router=APART) as c:
+        for name, role, host in (("p0", Role.PREFILL, "A"), ("p1", Role.PREFILL, "B"), ("d0", Role.DECODE, "A")):
+            await c.join(FakeWorker(name, role, host_id=host))
+        reading = Reading(c, request())
+        at_d0 = await c.workers["d0"].next_request()
+        assert at_d0.submit.plan.prefill_worker.worker_id == "p0"
+        at_d0.need_prefill("stream broken", "p0")
+        assert not (await at_d0.assigned.get()).HasField("prefill_worker")
+        at_d0.send_all()
+        await reading.task
+        assert (c.generator.stats.repairs, c.generator.stats.local_fallbacks) == (1, 1)
+
+
 async def test_repairs_are_bounded_and_the_error_names_the_leg() -> None:
     async with fake_cluster("p0 p1 p2 p3 p4 d0", router=APART) as c:
         reading = Reading(c, request())
