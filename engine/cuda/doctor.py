@@ -47,21 +47,6 @@ def require_cuda(machine: Machine | None = None) -> Machine:
     return machine
 
 
-def missing_for_flashinfer(machine: Machine) -> tuple[str, ...]:
-    """What attention by FlashInfer lacks here; empty: it can be used.
-
-    Its kernels are compiled at first use, each variant when it is met: so the compilers must be there for good.
-    """
-    tools = tuple(tool for tool in ("nvcc", "ninja", "c++") if tool in machine.missing_tools)
-    return tools if machine.flashinfer else ("flashinfer-python", *tools)
-
-
-def missing_for_triton(machine: Machine) -> tuple[str, ...]:
-    """What attention by Triton lacks here; it compiles what starts its kernels, a Python extension in C."""
-    tools = tuple(tool for tool in ("cc", "Python.h") if tool in machine.missing_tools)
-    return tools if machine.triton else ("triton", *tools)
-
-
 def findings(machine: Machine) -> list[Finding]:
     """All there is to say, in the order in which it is best mended; one line of a machine without a GPU."""
     if not machine.has_gpu:
@@ -149,25 +134,17 @@ def _cupy(machine: Machine) -> Iterator[Finding]:
 
 
 def _attention(machine: Machine) -> Iterator[Finding]:
-    flashinfer, triton = missing_for_flashinfer(machine), missing_for_triton(machine)
-    hint = " (pip's is found if its folder is on PATH)" if "ninja" in flashinfer else ""
-    if flashinfer and triton:
-        yield _problem(
-            f"attention runs neither on FlashInfer, for want of {_listed(flashinfer)}{hint}, "
-            f"nor on Triton, for want of {_listed(triton)}"
-        )
-    elif triton:
-        yield _ok(f"FlashInfer {machine.flashinfer}, and what compiles its kernels at first use")
-        yield _warning(f"Triton could not stand in for FlashInfer, for want of {_listed(triton)}")
-    elif machine.flashinfer is None:
-        yield _warning(f"FlashInfer is not installed: attention runs on Triton {machine.triton}")
-    elif flashinfer:
-        yield _warning(
-            f"FlashInfer compiles its kernels at first use, and cannot for want of {_listed(flashinfer)}{hint}: "
-            f"attention runs on Triton {machine.triton}"
-        )
+    why_not, triton_lacks = machine.why_not_flashinfer, machine.missing_for_triton
+    if why_not and triton_lacks:
+        yield _problem(f"{why_not}, and Triton cannot stand in for want of {_listed(triton_lacks)}")
+        return
+    if why_not:
+        yield _warning(f"{why_not}: attention runs on Triton")
     else:
-        yield _ok(f"FlashInfer {machine.flashinfer}, and what compiles its kernels at first use")
+        yield _ok(f"FlashInfer {machine.flashinfer}")
+    if triton_lacks:
+        yield _warning(f"Triton could not stand in for FlashInfer, for want of {_listed(triton_lacks)}")
+    else:
         yield _ok(f"Triton {machine.triton}")
 
 

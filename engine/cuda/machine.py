@@ -14,6 +14,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.attention.flashinfer_install import why_not_flashinfer
+
 Version = tuple[int, int]  # of CUDA: 12.8 is (12, 8)
 
 _NVIDIA = "0x10de"
@@ -51,8 +53,9 @@ class Machine:
     torch_cuda: Version | None = None  # that torch was built for; None: for CPUs
     cupys: tuple[str, ...] = ()  # distributions, such as cupy-cuda12x
     flashinfer: str | None = None
+    why_not_flashinfer: str | None = None  # why it cannot be used, in a sentence; None: it can
     triton: str | None = None
-    missing_tools: tuple[str, ...] = ()  # of nvcc, ninja, c++, cc and Python.h
+    missing_for_triton: tuple[str, ...] = ()  # of triton, and of what it compiles with: cc and Python.h
     is_wsl: bool = False
     own_pid_namespace: bool = False  # not the host's: a container
     own_ipc_namespace: bool = False
@@ -87,8 +90,9 @@ def look(root: Path = Path("/"), libcuda: str = "libcuda.so.1") -> Machine:
         torch_cuda=torch_cuda,
         cupys=tuple(name for name in _CUPYS if _installed(name)),
         flashinfer=_installed("flashinfer-python"),
+        why_not_flashinfer=why_not_flashinfer(),
         triton=_installed("triton"),
-        missing_tools=_missing_tools(),
+        missing_for_triton=_missing_for_triton(),
         is_wsl=is_wsl,
         own_pid_namespace=_is_own(proc / "self/ns/pid", _HOST_PID_NAMESPACE),
         own_ipc_namespace=_is_own(proc / "self/ns/ipc", _HOST_IPC_NAMESPACE),
@@ -139,16 +143,12 @@ def _torch() -> tuple[str | None, Version | None]:
     return version.group(1) if version else "?", (int(cuda[1]), int(cuda[2])) if cuda else None
 
 
-def _missing_tools() -> tuple[str, ...]:
-    """What FlashInfer (nvcc, ninja, c++) and Triton (cc, Python.h) compile with, as far as they would not find it."""
-    environ = os.environ
-    cuda_home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    on_path = None if cuda_home else shutil.which("nvcc")
+def _missing_for_triton() -> tuple[str, ...]:
+    """It compiles what starts its kernels, a Python extension in C; the compiler is looked for as it does."""
+    compiler = os.environ.get("CC")
     found = {
-        "nvcc": on_path or shutil.which("nvcc", path=f"{cuda_home or '/usr/local/cuda'}/bin"),
-        "ninja": shutil.which("ninja"),
-        "c++": shutil.which(environ.get("CXX", "c++")),
-        "cc": shutil.which(environ["CC"]) if "CC" in environ else shutil.which("gcc") or shutil.which("clang"),
+        "triton": _installed("triton"),
+        "cc": shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"),
         "Python.h": (Path(sysconfig.get_path("include")) / "Python.h").is_file(),
     }
     return tuple(name for name, where in found.items() if not where)

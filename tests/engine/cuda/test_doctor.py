@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.cuda.doctor import Finding, Level, findings, missing_for_flashinfer, missing_for_triton, require_cuda
+from engine.cuda.doctor import Finding, Level, findings, require_cuda
 from engine.cuda.machine import CudaDevice, Machine
 
 H200 = CudaDevice("NVIDIA H200", (9, 0))
@@ -19,6 +19,7 @@ GOOD = Machine(
     flashinfer="0.7.4",
     triton="3.6.0",
 )
+NO_NVCC = "FlashInfer compiles its kernels at first use, and nvcc cannot be found"
 CPU = Machine(torch="2.13.0+cpu", cupys=("cupy-cuda12x", "cupy-cuda13x"))  # nobody asks for it there
 
 
@@ -43,7 +44,7 @@ def test_machine_that_lacks_nothing_is_described() -> None:
         "GPU 0: NVIDIA H200, compute capability 9.0",
         "torch 2.10.0 for CUDA 12.8",
         "cupy-cuda12x",
-        "FlashInfer 0.7.4, and what compiles its kernels at first use",
+        "FlashInfer 0.7.4",
         "Triton 3.6.0",
     ]
 
@@ -111,15 +112,12 @@ PROBLEMS = {
         "cupy-cuda13x and a torch for CUDA 12.8 do not go together: uninstall it and install cupy-cuda12x",
     ),
     "nothing to compute attention with": (
-        {"flashinfer": None, "triton": None},
-        "attention runs neither on FlashInfer, for want of flashinfer-python, nor on Triton, for want of triton",
+        {"why_not_flashinfer": NO_NVCC, "triton": None, "missing_for_triton": ("triton",)},
+        f"{NO_NVCC}, and Triton cannot stand in for want of triton",
     ),
     "no compiler at all": (
-        {"missing_tools": ("nvcc", "ninja", "c++", "cc", "Python.h")},
-        (
-            "attention runs neither on FlashInfer, for want of nvcc, ninja and c++ "
-            "(pip's is found if its folder is on PATH), nor on Triton, for want of cc and Python.h"
-        ),
+        {"why_not_flashinfer": NO_NVCC, "missing_for_triton": ("cc", "Python.h")},
+        f"{NO_NVCC}, and Triton cannot stand in for want of cc and Python.h",
     ),
 }
 
@@ -135,21 +133,13 @@ def test_what_keeps_a_gpu_from_being_used_is_one_sentence(name: str) -> None:
 
 
 WARNINGS = {
-    "no FlashInfer": ({"flashinfer": None}, "FlashInfer is not installed: attention runs on Triton 3.6.0"),
-    "no nvcc": (
-        {"missing_tools": ("nvcc",)},
-        "FlashInfer compiles its kernels at first use, and cannot for want of nvcc: attention runs on Triton 3.6.0",
+    "no nvcc": ({"why_not_flashinfer": NO_NVCC}, f"{NO_NVCC}: attention runs on Triton"),
+    "no Triton": (
+        {"triton": None, "missing_for_triton": ("triton",)},
+        "Triton could not stand in for FlashInfer, for want of triton",
     ),
-    "no ninja and no C++": (
-        {"missing_tools": ("ninja", "c++")},
-        (
-            "FlashInfer compiles its kernels at first use, and cannot for want of ninja and c++ "
-            "(pip's is found if its folder is on PATH): attention runs on Triton 3.6.0"
-        ),
-    ),
-    "no Triton": ({"triton": None}, "Triton could not stand in for FlashInfer, for want of triton"),
     "no Python.h": (
-        {"missing_tools": ("Python.h",)},
+        {"missing_for_triton": ("Python.h",)},
         "Triton could not stand in for FlashInfer, for want of Python.h",
     ),
     "MIG": (
@@ -197,7 +187,7 @@ def test_what_makes_a_gpu_slower_is_one_sentence_and_no_reason_to_refuse(name: s
 
 
 def test_all_problems_are_named_at_once() -> None:
-    machine = replace(GOOD, torch_cuda=None, cupys=(), flashinfer=None, triton=None)
+    machine = replace(GOOD, torch_cuda=None, cupys=(), why_not_flashinfer=NO_NVCC, missing_for_triton=("cc",))
     with pytest.raises(ValueError) as caught:
         require_cuda(machine)
     assert str(caught.value) == "; ".join(said(machine, Level.PROBLEM))
@@ -211,10 +201,3 @@ def test_driver_serves_any_cuda_of_its_major_and_older_ones(driver_cuda: tuple[i
 
 def test_cupy_that_was_built_here_is_taken_at_its_word() -> None:
     assert said(replace(GOOD, cupys=("cupy",)), Level.PROBLEM) == []
-
-
-def test_what_attention_lacks_is_listed_by_backend() -> None:
-    assert missing_for_flashinfer(GOOD) == missing_for_triton(GOOD) == ()
-    bare = replace(GOOD, flashinfer=None, triton=None, missing_tools=("nvcc", "cc"))
-    assert missing_for_flashinfer(bare) == ("flashinfer-python", "nvcc")
-    assert missing_for_triton(bare) == ("triton", "cc")
