@@ -4,16 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+GPU_PYTHON ?= python3
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: serve test check format proto bench clean
+.PHONY: serve test test-gpu check format proto bench clean
 
 serve: $(STAMP)
 	@exec $(BIN)/tandem serve $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/pytest $(ARGS)
+
+# On a machine with a GPU, with the packages that its interpreter has; installs nothing. See docs/gpu.md.
+test-gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu --json benchmarks/results/gpu.json $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
