@@ -283,6 +283,10 @@ class DecodeRole(CacheLender):
             active.num_pulled_tokens = lost.num_confirmed_blocks * self._context.layout.block_size
             self._prefill_here(active)
             return
+        if lost.is_unmappable:
+            # The same worker again, at no cost of a repair: what it has computed it caches.
+            self._open_prefill(active, active.prefill_worker)
+            return
         leg = f"prefill worker {active.prefill_worker.worker_id}"
         if lost.code in _REQUEST_AT_FAULT:
             self._refuse(active, lost.code, f"{leg}: {lost.message}")

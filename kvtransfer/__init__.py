@@ -20,5 +20,7 @@ Files: `messages` (what is said), `events` (what can happen, and be done), `hold
 state machines), `ports` (what they need of a worker), `driver` (a machine on the event loop), `provider` and `puller`
 (a worker as holder, and as consumer), `service` and `client` (the stream over gRPC, with `wire` and `channels`),
 `loopback` (the stream, and a pool, in one process), `memfd` (a pool that other processes can map), `mapping` (peers'
-pools), `copier` (the copies), `counters`, `errors`.
+pools), `copier` (the copies), `counters`, `errors`. On GPUs: `cuda_ipc` (a pool that other processes can map, with
+`cuda_handle`, `cuda_peer` and `cuda_fences`), `cuda_copies` (with `cuda_stream`, and `block_copy`, the kernel), and
+`staging` (hand-offs through host memory where a pool cannot be mapped, with `staging_area` and `unmappable`).
 """

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.consumer import MAX_BYTES_PER_COPY
 from kvtransfer.errors import TransferError
 from kvtransfer.events import CopyEnded, TransferStats
 from kvtransfer.mapping import HostMapping, PeerPool
@@ -62,6 +63,8 @@ def copy_blocks(source: Blocks, target: Blocks, source_ids: Sequence[int], targe
 class BlockCopies(Protocol):
     """How blocks come into one pool. All calls on one thread."""
 
+    max_bytes_per_copy: int  # a copy in flight delays an abort, and the copies behind it: a few milliseconds' worth
+
     def copy(
         self, source: PeerPool, source_ids: Sequence[int], target_ids: Sequence[int], fence: int | None
     ) -> TransferStats:
@@ -83,6 +86,8 @@ class BlockCopies(Protocol):
 
 class HostCopies:
     """Between pools in host memory."""
+
+    max_bytes_per_copy = MAX_BYTES_PER_COPY
 
     def __init__(self, target: memoryview, bytes_per_block: int) -> None:
         self._target = _blocks(target, bytes_per_block)

@@ -13,6 +13,7 @@ class HolderCounters:
 
     opened: int = 0
     ends: Counter[HolderEnd] = field(default_factory=Counter)
+    staged: int = 0  # of those opened, out of copies in host memory
     stale_blocks: int = 0  # that a consumer hoped to find cached, in vain
 
 
@@ -24,4 +25,6 @@ class ConsumerCounters:
     committed: int = 0
     aborted: int = 0
     lost: Counter[Code] = field(default_factory=Counter)  # why the holder was given up
+    staged: int = 0  # of those opened, out of copies in host memory
+    unmappable_pools: int = 0  # of peers' instances, that cannot be mapped here: their hand-offs are staged
     stale_blocks: int = 0  # that this worker hoped a holder had cached, in vain

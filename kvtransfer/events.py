@@ -177,6 +177,7 @@ class HolderLost:
     num_confirmed_blocks: int
     first_token_delivered: bool
     stats: TransferStats
+    is_unmappable: bool = False  # nothing else is wrong with the holder, and the next hand-off from it is staged
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class PeerPool:
         self.closed = asyncio.Event()  # unmapped
         self._num_users = 0
         self._is_retired = False  # no new user: unmapped with the last one
+        self._before_unmapping: list[Callable[[], None]] = []
         self.mapping = mapping
 
     @property
@@ -86,6 +87,10 @@ class PeerPool:
         self._num_users -= 1
         self._close_if_unused()
 
+    def before_unmapping(self, undo: Callable[[], None]) -> None:
+        """Asked for by a user, while it is one: `undo` is called on the event loop's thread before it is unmapped."""
+        self._before_unmapping.append(undo)
+
     def retire(self) -> None:
         """Its instance is dead, or nobody wants it any more. Idempotent."""
         self._is_retired = True
@@ -93,6 +98,8 @@ class PeerPool:
 
     def _close_if_unused(self) -> None:
         if self._is_retired and self._num_users == 0:
+            while self._before_unmapping:
+                self._before_unmapping.pop()()
             self.mapping.close()
             self.closed.set()
 

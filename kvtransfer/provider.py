@@ -26,6 +26,7 @@ from kvtransfer.events import (
 from kvtransfer.holder import Holder
 from kvtransfer.messages import Accepted, Complete, Confirmed, HandoffTimes, HolderMessage, Open, Pulled, Ready
 from kvtransfer.ports import HolderPool, HolderPort
+from kvtransfer.staging import StagedPort
 
 
 class HolderStream(Protocol):
@@ -95,11 +96,20 @@ class Holding:
 class Provider:
     """Gives out blocks of one pool."""
 
-    def __init__(self, pool: HolderPool, port: HolderPort, times: HandoffTimes | None = None) -> None:
+    def __init__(
+        self,
+        pool: HolderPool,
+        port: HolderPort,
+        times: HandoffTimes | None = None,
+        *,
+        staged: StagedPort | None = None,
+    ) -> None:
+        """`staged`: copies of the same pool in host memory, for consumers that cannot map it; None: there are none."""
         self.counters = HolderCounters()
         self.times = times or HandoffTimes()
         self._pool = pool
         self._port = port
+        self._staged = staged
         self._holdings: dict[str, Holding] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -115,19 +125,27 @@ class Provider:
 
     def open(self, open: Open, stream: HolderStream) -> Holding:
         """Begins a hand-off; what comes of it is said on the stream."""
+        pool, port = self._pool, self._port
+        if open.staged and self._staged is not None:
+            pool, port = self._staged.pool, self._staged
         holder = Holder(
             open,
-            self._pool.handle,
-            block_size=self._pool.layout.block_size,
-            fingerprint=self._pool.layout.fingerprint,
-            num_groups=self._pool.num_groups,
+            pool.handle,
+            block_size=pool.layout.block_size,
+            fingerprint=pool.layout.fingerprint,
+            num_groups=pool.num_groups,
             times=self.times,
         )
-        holding = Holding(holder, self._port, stream, self._ended)
+        holding = Holding(holder, port, stream, self._ended)
         self.counters.opened += 1
         if open.handoff_id in self._holdings:
             holding.post(Failed(Code.ALREADY_EXISTS, f"hand-off {open.handoff_id} is under way", refused=True))
             return holding
+        if open.staged and self._staged is None:
+            message = f"this worker hands out no copies in host memory: its pool is of kind {pool.handle.kind!r}"
+            holding.post(Failed(Code.FAILED_PRECONDITION, message, refused=True))
+            return holding
+        self.counters.staged += open.staged
         self._holdings[open.handoff_id] = holding
         self._idle.clear()
         holding.start()

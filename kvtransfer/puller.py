@@ -3,14 +3,18 @@
 `Puller` is what a worker asks for blocks; a `Pulling` is one hand-off: its `Consumer` machine, the stream to the
 holder, the copies, and the port to the engine. How a holder is reached is a `Transport`: gRPC (`client`), or
 `loopback`.
+
+A holder's pool that cannot be mapped here fails one hand-off, once for each start of that holder; the next ones ask for
+copies in host memory (`Open.staged`), and the port is told that this is no reason to leave the holder.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from engine.memory import KVLayout
-from kvtransfer.consumer import MAX_BYTES_PER_COPY, Consumer
+from kvtransfer.consumer import Consumer
 from kvtransfer.copier import Copier
 from kvtransfer.counters import ConsumerCounters
 from kvtransfer.driver import Driver
@@ -33,8 +37,9 @@ from kvtransfer.events import (
 )
 from kvtransfer.exported import ExportedMemory
 from kvtransfer.mapping import PeerPools
-from kvtransfer.messages import ConsumerMessage, HandoffTimes, HolderMessage, Open, Pulled
+from kvtransfer.messages import Accepted, ConsumerMessage, HandoffTimes, HolderMessage, Open, Pulled
 from kvtransfer.ports import ConsumerPort
+from kvtransfer.unmappable import STAGED_KINDS, UnmappablePools
 
 
 class ConsumerStream(Protocol):
@@ -69,6 +74,7 @@ class Pulling:
         self.address = address
         self._puller = puller
         self._is_aborted = False
+        self._is_unmappable = False
         self._driver: Driver[ConsumerEvent, ConsumerAction] = Driver(consumer, self._act)
         self.post = self._driver.post
         self._stream = puller.transport.connect(address, consumer.open.timeout_s, self._heard)
@@ -82,8 +88,17 @@ class Pulling:
         self.post(AbortRequested())
 
     def _heard(self, event: HolderMessage | StreamEnded) -> None:
-        if isinstance(event, StreamEnded) and event.code is Code.UNAVAILABLE:
-            self._puller.pools.forget(self.address)  # if it lives after all, it is mapped again
+        puller = self._puller
+        match event:
+            case StreamEnded(code=Code.UNAVAILABLE):
+                # If it lives after all, it is mapped again.
+                puller.pools.forget(self.address)
+                puller.unmappable.forget(self.address)
+            case StreamEnded(code=Code.FAILED_PRECONDITION) if self.consumer.open.staged:
+                # Perhaps it was another instance's pool: of this one's we know nothing.
+                puller.unmappable.forget(self.address)
+            case Accepted():
+                puller.unmappable.met(self.address, event.pool.instance_id)
         self.post(event)
 
     def _act(self, action: ConsumerAction) -> None:
@@ -117,12 +132,15 @@ class Pulling:
             port.committed(request_id, action.result)
         else:
             counters.lost[action.lost.code] += 1
-            port.holder_lost(request_id, action.lost)
+            port.holder_lost(request_id, replace(action.lost, is_unmappable=self._is_unmappable))
 
     def _copy(self, copy: Copy) -> None:
         try:
             pool = self._puller.pools.get(self.address, copy.pool)
         except PoolUnreachable as error:
+            if copy.pool.kind in STAGED_KINDS:
+                self._is_unmappable = True
+                self._puller.counters.unmappable_pools += self._puller.unmappable.found(self.address, copy.pool, error)
             self.post(CopyEnded(TransferStats(), error))
             return
         self._puller.copier.copy(pool, copy.source_ids, copy.target_ids, copy.fence, self.post)
@@ -139,17 +157,19 @@ class Puller:
         transport: Transport,
         *,
         times: HandoffTimes | None = None,
-        max_bytes_per_copy: int = MAX_BYTES_PER_COPY,
+        max_bytes_per_copy: int | None = None,
     ) -> None:
-        """`memory`: the worker's own pool."""
+        """`memory`: the worker's own pool. `max_bytes_per_copy`: None: what suits that pool."""
         self.counters = ConsumerCounters()
         self.port = port
         self.transport = transport
         self.pools = PeerPools()
-        self.copier = Copier(memory.copies(layout))
+        self.unmappable = UnmappablePools()
+        copies = memory.copies(layout)
+        self.copier = Copier(copies)
         self._layout = layout
         self._times = times or HandoffTimes()
-        self._max_bytes_per_copy = max_bytes_per_copy
+        self._max_bytes_per_copy = max_bytes_per_copy or copies.max_bytes_per_copy
         self._pullings: dict[str, Pulling] = {}  # by request
         self._idle = asyncio.Event()
         self._idle.set()
@@ -173,13 +193,16 @@ class Puller:
     ) -> None:
         """Begins a hand-off from the holder at `address` into the request's own blocks (one table a KV cache group).
 
-        The port hears what comes of it. `first_token_delivered`: by an earlier hand-off of the same request.
+        The port hears what comes of it. `first_token_delivered`: by an earlier hand-off of the same request. It is
+        staged if that holder's pool is known to be unmappable.
 
         Raises:
             ValueError: a hand-off of this request is under way, or the tables are too short.
         """
         if open.request_id in self._pullings:
             raise ValueError(f"a hand-off of request {open.request_id} is under way")
+        if self.unmappable.has(address):
+            open = replace(open, staged=True)
         consumer = Consumer(
             open,
             block_tables,
@@ -190,6 +213,7 @@ class Puller:
         )
         pulling = Pulling(consumer, address, self)
         self.counters.opened += 1
+        self.counters.staged += open.staged
         self._pullings[open.request_id] = pulling
         self._idle.clear()
         pulling.start()

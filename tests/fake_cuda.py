@@ -308,7 +308,9 @@ class FakeProcess:
             queue.run()
 
     @call
-    def host_register(self, pointer: int, nbytes: int) -> None:
+    def host_register(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
+        if not read_only and not _is_writable(pointer):
+            raise CudaError("cudaErrorInvalidValue", f"{pointer:#x} is mapped read-only")
         if pointer in self._registered:
             raise CudaError("cudaErrorHostMemoryAlreadyRegistered", f"{pointer:#x} is registered already")
         self._registered[pointer] = nbytes
@@ -500,6 +502,17 @@ class FakeProcess:
         if found.is_destroyed:
             self.machine.undefined.append(f"{self.name} uses an event that {found.owner.name} has destroyed")
         return found
+
+
+def _is_writable(pointer: int) -> bool:
+    """Of this machine's real memory."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            addresses, rights = line.split()[:2]
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            if start <= pointer < end:
+                return "w" in rights
+    return False
 
 
 _importer: dict[str, Any] = {}

@@ -57,8 +57,8 @@ class CudaRuntime(Protocol):
         """As `memcpy`, in the stream's order; truly asynchronous only with registered host memory."""
         ...
 
-    def host_register(self, pointer: int, nbytes: int) -> None:
-        """Pins host memory, for all devices."""
+    def host_register(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
+        """Pins host memory, for all devices. `read_only`: it is mapped so; not every platform can pin that."""
         ...
 
     def host_unregister(self, pointer: int) -> None: ...
@@ -176,8 +176,9 @@ class _CuPyRuntime:
     def memcpy_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call(self._runtime.memcpyAsync, target, source, nbytes, self._runtime.memcpyDefault, stream)
 
-    def host_register(self, pointer: int, nbytes: int) -> None:
-        self._call(self._runtime.hostRegister, pointer, nbytes, _HOST_REGISTER_PORTABLE)
+    def host_register(self, pointer: int, nbytes: int, *, read_only: bool = False) -> None:
+        flags = _HOST_REGISTER_PORTABLE | (_HOST_REGISTER_READ_ONLY if read_only else 0)
+        self._call(self._runtime.hostRegister, pointer, nbytes, flags)
 
     def host_unregister(self, pointer: int) -> None:
         self._call(self._runtime.hostUnregister, pointer)
@@ -234,4 +235,5 @@ class _CuPyRuntime:
 
 # CuPy has no names for these.
 _HOST_REGISTER_PORTABLE = 1
+_HOST_REGISTER_READ_ONLY = 8
 _ERROR_NOT_READY = 600
