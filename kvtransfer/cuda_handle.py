@@ -35,11 +35,11 @@ class CudaHandle:
         Raises:
             ValueError: it is of another version, or no such handle at all.
         """
+        if raw and raw[0] != _VERSION:
+            raise ValueError(f"a CUDA pool's handle of version {raw[0]}, not {_VERSION}: run one version of Tandem")
         if len(raw) < _HEAD.size or (len(raw) - _HEAD.size) % _HANDLE_BYTES:
             raise ValueError(f"not a CUDA pool's handle: {len(raw)} bytes")
-        version, pid, gpu, nonce = _HEAD.unpack_from(raw)
-        if version != _VERSION:
-            raise ValueError(f"a CUDA pool's handle of version {version}, not {_VERSION}: run one version of Tandem")
+        _, pid, gpu, nonce = _HEAD.unpack_from(raw)
         memory, *events = [raw[at : at + _HANDLE_BYTES] for at in range(_HEAD.size, len(raw), _HANDLE_BYTES)] or [b""]
         return cls(pid, gpu, nonce, memory, tuple(events))
 

@@ -90,6 +90,7 @@ class PeerMemory:
         check_fence(fence)
         event = self._fences[fence]
         try:
+            self._runtime.set_device(self._device)  # a thread that has none would open GPU 0
             if self._runtime.event_query(event):
                 return
             owner = select.poll()

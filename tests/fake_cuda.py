@@ -143,9 +143,10 @@ class FakeMachine:
 
     def assert_nothing_left(self) -> None:
         """Nothing undefined was done, and every process has given back all that it had."""
-        assert self.undefined == []
-        assert {process.name: process.held() for process in self.processes if process.held()} == {}
-        assert self.allocations == set()
+        assert self.undefined == [], self.undefined
+        held = {process.name: process.held() for process in self.processes if process.held()}
+        assert held == {}, held
+        assert self.allocations == set(), self.allocations
 
 
 def call(
