@@ -1,9 +1,15 @@
 """What peers hold of a pool: blocks of prefill_only requests as they fill, and cached prefixes."""
 
+from dataclasses import replace
+
 import pytest
 
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.hash_executor import HashExecutor
 from engine.kvcache.block_hash import hash_blocks, root_hash
 from engine.kvcache.events import BlocksStored, CacheCleared
+from engine.memory import PrivateMemory
 from engine.sampling_params import FinishReason
 from tests.engine.harness import BLOCK_SIZE, Driver, check_idle, make_engine, make_request, prompt_of
 
@@ -141,3 +147,32 @@ def test_clearing_tells_what_stays_when_some_is_pinned():
     engine.unpin(pinned)
     check_idle(engine)
     assert engine.stats().num_cached_blocks == 2
+
+
+class LateExecutor(HashExecutor):
+    """Like a GPU: a step that samples nothing is only given to it, and has a mark to wait for."""
+
+    def execute(self, step):
+        output = super().execute(step)
+        self.num_fences = getattr(self, "num_fences", 0) + (not output.sampled)
+        return output if output.sampled else replace(output, fence=self.num_fences)
+
+
+def test_blocks_of_a_step_that_may_still_run_are_reported_with_what_to_wait_for():
+    executor = LateExecutor(vocab_size=97, block_size=BLOCK_SIZE)
+    config = EngineConfig(
+        num_blocks=32, max_model_len=64, block_size=BLOCK_SIZE, max_num_seqs=1, max_num_batched_tokens=8
+    )
+    driver = Driver(Engine(config, executor, PrivateMemory(32 * executor.layout.bytes_per_block)))
+    driver.add(make_request("a", prompt_of(22), prefill_only=True))
+    driver.step()
+    assert [(result.fence, len(result.filled)) for result in driver.results] == [(1, 1)]
+    pinned = driver.engine.pin_cached(hashes_of(driver.engine, prompt_of(8)))
+    assert (len(pinned), driver.engine.fence) == (2, 1), "who is lent a cached block waits for the step that filled it"
+    driver.run()
+    assert [(result.fence, len(result.filled)) for result in driver.results if result.filled] == [
+        (1, 1),
+        (2, 1),
+        (None, 1),
+    ]
+    assert driver.engine.fence is None, "the last step gave a token, so all before it is done"

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, with a capture that only plays one: what replays is the captured call, on the same tensors."""
+"""Decode steps as graphs, with a capture that plays one: what replays is the captured call, on the same tensors."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.model import fingerprint as module
 from engine.attention.backend import KVScales
+from engine.model import fingerprint as module
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.fingerprint import fingerprint, weights_identity
 from tests.tiny_models import save_model
