@@ -5,6 +5,7 @@ plays CUDA and enforces its rules. Pointers, streams and events are addresses, 0
 device is the calling thread's own, as in CUDA.
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
@@ -133,8 +134,9 @@ def cuda_runtime() -> CudaRuntime:
 class _CuPyRuntime:
     """CuPy's thin binding, its errors made ours."""
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: Any, driver: Callable[[], Any] = lambda: ctypes.CDLL("libcuda.so.1")) -> None:
         self._runtime = runtime
+        self._driver = driver
 
     def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
         try:
@@ -150,7 +152,23 @@ class _CuPyRuntime:
         self._call(self._runtime.setDevice, device)
 
     def device_uuid(self, device: int) -> bytes:
-        return bytes(self._call(self._runtime.getDeviceProperties, device)["uuid"])
+        # Not from CuPy's getDeviceProperties, which takes the 16 bytes for a string that ends at a zero.
+        uuid, handle = (ctypes.c_ubyte * 16)(), ctypes.c_int()
+        try:
+            driver = self._driver()
+        except OSError as exc:
+            raise CudaError("cudaErrorInsufficientDriver", f"cuDeviceGetUuid: {exc}") from exc
+        status = (
+            driver.cuInit(0)
+            or driver.cuDeviceGet(ctypes.byref(handle), device)
+            or driver.cuDeviceGetUuid_v2(ctypes.byref(uuid), handle)  # v2: of a MIG slice its own
+        )
+        if status:
+            name = ctypes.c_char_p()
+            driver.cuGetErrorName(status, ctypes.byref(name))
+            text = name.value.decode() if name.value else f"error {status}"
+            raise CudaError(text, f"cuDeviceGetUuid: {text}")
+        return bytes(uuid)
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         return bool(self._call(self._runtime.deviceCanAccessPeer, device, peer))
