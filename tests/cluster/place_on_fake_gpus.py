@@ -77,6 +77,9 @@ async def main() -> None:
     report: dict[str, Any] = {}
     machines = RayMachines()
     try:
+        # First, while all GPUs are free: what is released becomes free a little later, and Ray does not wait to spread.
+        report["spread"] = await placed(machines, planned(0, 3, 1.0))
+        await machines.release()
         report["pair"] = await placed(machines, planned(1, 1, 1.0))
         # The two GPUs that are left are on two machines: no place for a pair.
         fleet = Fleet(planned(1, 1, 1.0), NoMembership(), RayMachines(), start_timeout_s=1.0)
@@ -87,8 +90,6 @@ async def main() -> None:
         await fleet.stop(timeout_s=1.0)
         await machines.release()
         report["shared"] = await placed(machines, planned(2, 2, 0.5))
-        await machines.release()
-        report["spread"] = await placed(machines, planned(0, 3, 1.0))
         await machines.release()
     finally:
         await disconnect()
