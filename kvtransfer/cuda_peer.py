@@ -28,12 +28,12 @@ class PeerMemory:
     handle once only.
     """
 
-    _opened: ClassVar[dict[tuple[CudaRuntime, bytes], "PeerMemory"]] = {}
+    _opened: ClassVar[dict[tuple[CudaRuntime, PoolHandle], "PeerMemory"]] = {}
 
     def __init__(self, handle: PoolHandle, cuda: CudaHandle, runtime: CudaRuntime, device: int) -> None:
         self._runtime = runtime
         self._device = device
-        self._key = (runtime, handle.raw)
+        self._key = (runtime, handle)
         self._num_users = 0
         self._where = f"the pool of instance {handle.instance_id} (process {cuda.pid}, {gpu_name(cuda.gpu)})"
         if not cuda.memory:
@@ -62,7 +62,7 @@ class PeerMemory:
         Raises:
             PoolUnreachable: it cannot be read from this process and GPU.
         """
-        peer = cls._opened.get((runtime, handle.raw))
+        peer = cls._opened.get((runtime, handle))
         if peer is None:
             peer = cls(handle, cuda, runtime, device)
             cls._opened[peer._key] = peer

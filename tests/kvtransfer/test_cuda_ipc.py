@@ -1,14 +1,17 @@
 """Pools on GPUs between processes, over a played CUDA: what is refused and why, and what waits for what."""
 
+import contextlib
 import dataclasses
+import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from engine.cuda.runtime import CudaError
 from engine.memory import DeviceMemory, HostMemory
-from fake_cuda import FakeMachine, FakeProcess, StuckError, importing
+from fake_cuda import Event, FakeMachine, FakeProcess, StuckError, importing
 from handoffs import LAYOUT
 from kvtransfer import cuda_peer
 from kvtransfer.cuda_fences import NUM_FENCES
@@ -46,6 +49,15 @@ class Pair:
 
     def read(self, mapping: CudaIpcMapping, nbytes: int = 1, at: int = 0) -> bytes:
         return bytes(self.peer.view(mapping.pointer + at, nbytes))
+
+
+def watched_owners() -> int:
+    """Descriptors of other processes that this one has."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += "pidfd" in os.readlink(fd)
+    return found
 
 
 def a_pair(gpus: int = 1, *, p2p: bool = True, owner: list[int] | None = None, peer: list[int] | None = None) -> Pair:
@@ -181,6 +193,10 @@ def test_a_pool_is_opened_once_however_often_it_is_mapped(pair: Pair) -> None:
     assert pair.peer.held() == {"mappings": 1, "events": 1 + NUM_FENCES}
     second.close()
     assert pair.peer.held() == {}
+    again = pair.map()
+    pair.owner.view(pair.memory.pointer, 1)[:] = b"x"
+    assert pair.read(again) == b"x"
+    again.close()
 
 
 @pytest.mark.parametrize(
@@ -200,10 +216,12 @@ def test_a_pool_is_opened_once_however_often_it_is_mapped(pair: Pair) -> None:
     ],
 )
 def test_whatever_fails_in_opening_is_told_and_closed_again(pair: Pair, method: str, after: int) -> None:
+    watched = watched_owners()
     pair.peer.fail(method, "cudaErrorMapBufferObjectFailed", after=after)
     with pytest.raises(PoolUnreachable, match=rf"owner \(process \d+, GPU-.*\) cannot be mapped: {method}: .*Failed.*"):
         pair.map()
     assert pair.peer.held() == {}
+    assert watched_owners() == watched
     pair.map().close()
 
 
@@ -223,6 +241,14 @@ def test_memory_that_is_not_the_pools_to_its_end_is_refused(pair: Pair) -> None:
     with pytest.raises(PoolUnreachable, match=f"not to the end of its {SIZE} bytes"):
         pair.map()
     assert pair.peer.held() == {}
+
+
+def test_the_event_that_opening_waits_for_was_recorded_behind_the_first_writes(pair: Pair) -> None:
+    """One that was not would let everybody pass."""
+    birth = pair.machine.handles[CudaHandle.unpack(pair.handle.raw).events[0]]
+    assert isinstance(birth, Event)
+    assert birth.mark is not None
+    assert birth.mark.is_done
 
 
 def test_opening_does_not_wait_for_what_the_owner_computes(pair: Pair) -> None:
@@ -494,18 +520,21 @@ def test_freeing_a_pool_that_a_peer_has_mapped_is_what_cuda_calls_undefined() ->
 def test_two_hundred_restarts_of_an_owner_leave_nothing_behind(is_killed: bool) -> None:
     machine = FakeMachine(memory=4 << 20)  # of which a pool takes the half
     peer = machine.process()
+    watched = watched_owners()
     for restart in range(200):
         pair = Pair(machine, machine.process(), peer)
         mapping = pair.map()
         pair.owner.view(pair.memory.pointer, 1)[:] = bytes([restart])
         assert pair.read(mapping) == bytes([restart])
         assert peer.held() == {"mappings": 1, "events": 1 + NUM_FENCES}
+        assert watched_owners() == watched + 1
         if is_killed:
             pair.owner.kill()
             assert pair.read(mapping) == bytes([restart])
         mapping.close()
         pair.memory.close()
         assert peer.held() == {}
+        assert watched_owners() == watched
         assert machine.used(0) == 0
     machine.assert_nothing_left()
 

@@ -170,9 +170,11 @@ def test_memory_that_is_closed_cannot_be_mapped_any_more(pool: Pool) -> None:
 
 def test_a_handle_of_another_size_or_offset_is_refused(pool: Pool) -> None:
     handle = pool.memory.handle("instance-1", LAYOUT)
+    mapping = open_mapping(handle)
     for change in ({"size": SIZE + 64}, {"size": SIZE - 64}, {"offset": handle.offset + 64}):
         with pytest.raises(PoolUnreachable, match="instance-1"):
             open_mapping(dataclasses.replace(handle, **change))  # type: ignore[arg-type]
+    mapping.close()
 
 
 def test_closing_twice_does_nothing_more(pool: Pool) -> None:
