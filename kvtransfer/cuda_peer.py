@@ -44,7 +44,7 @@ class PeerMemory:
             try:
                 # First of all: it is the owner's, and no later process's, if the handle can still be opened after it.
                 self.owner_fd = os.pidfd_open(cuda.pid)
-            except OSError as error:
+            except (OSError, OverflowError) as error:
                 raise PoolUnreachable(
                     f"{self._where} cannot be opened: {error}; is it alive, and in this process namespace?"
                 ) from error

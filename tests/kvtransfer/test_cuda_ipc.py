@@ -268,6 +268,8 @@ def test_a_pool_of_a_dead_process_cannot_be_mapped(pair: Pair) -> None:
         pass
     with pytest.raises(PoolUnreachable, match=r"cannot be opened: .*No such process; is it alive"):
         pair.map(pair.changed(pid=process.pid))
+    with pytest.raises(PoolUnreachable, match="cannot be opened"):
+        pair.map(pair.changed(pid=2**64 - 1))
 
 
 def test_a_process_without_a_pool_of_its_own_cannot_map_others(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
