@@ -9,7 +9,7 @@ from engine.executor import SampledToken
 from engine.sampling.largest import largest
 
 # Of a token that the model makes impossible: JSON has no infinity.
-_IMPOSSIBLE = -9999.0
+IMPOSSIBLE = -9999.0
 
 
 def with_logprobs(
@@ -27,7 +27,7 @@ def with_logprobs(
     normalizer = peak + math.log(float(scratch.sum()))
 
     def logprob(of: int) -> float:
-        return max(float(row[of]) - normalizer, _IMPOSSIBLE)
+        return max(float(row[of]) - normalizer, IMPOSSIBLE)
 
     top = tuple((int(t), logprob(t)) for t in largest(row, num_top).tolist()) if num_top > 0 else ()
     return SampledToken(token_id, logprob(token_id), top)
