@@ -19,6 +19,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 16
+# A GPU computes thousands of tokens in the time that a core takes for one.
+_DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
+_DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 _ATTENTION_BACKENDS = {"cpu": ("auto", "cpu", "reference"), "cuda": ("auto", "reference", "triton", "flashinfer")}
 
@@ -105,11 +108,14 @@ class ClusterConfig(BaseModel):
     max_model_len: _Int | None = Field(
         None, ge=2, description="Longest context, prompt and output. (default: the model's own)"
     )
-    max_num_seqs: _Int = Field(64, ge=1, description="Requests in a worker's running batch.")
-    max_num_batched_tokens: _Int = Field(
-        512,
+    max_num_seqs: _Int | None = Field(
+        None, ge=1, description="Requests in a worker's running batch. (default: 64; on a GPU 256)"
+    )
+    max_num_batched_tokens: _Int | None = Field(
+        None,
         ge=1,
-        description="Tokens a step of a worker. A step lasts as long as these take, and running requests wait for it.",
+        description="Tokens a step of a worker. A step lasts as long as these take, and running requests wait for it. "
+        "(default: 512, on a GPU 4096; never below max_num_seqs)",
     )
     max_local_prefill_tokens: _Int = Field(
         DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
@@ -139,11 +145,11 @@ class ClusterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ClusterConfig":
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.num_batched_tokens < self.num_seqs:
             # Else a full running batch could not take one step.
             raise _problem(
-                f"max_num_batched_tokens: must be at least max_num_seqs ({self.max_num_seqs}), "
-                f"not {self.max_num_batched_tokens}"
+                f"max_num_batched_tokens: must be at least max_num_seqs ({self.num_seqs}), "
+                f"not {self.num_batched_tokens}"
             )
         if self.port and self.port == self.grpc_port:
             raise _problem(f"grpc_port: must differ from port, and both are {self.port}")
@@ -174,6 +180,16 @@ class ClusterConfig(BaseModel):
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or self.model
+
+    @property
+    def num_seqs(self) -> int:
+        """Requests in a worker's running batch, at most."""
+        return self.max_num_seqs or _DEFAULT_NUM_SEQS[self.device]
+
+    @property
+    def num_batched_tokens(self) -> int:
+        """Tokens a step of a worker, at most."""
+        return self.max_num_batched_tokens or max(_DEFAULT_NUM_BATCHED_TOKENS[self.device], self.num_seqs)
 
     @property
     def grpc_listen_port(self) -> int:

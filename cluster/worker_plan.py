@@ -115,8 +115,8 @@ def _engine_config(config: ClusterConfig, model: ModelConfig, bytes_per_block: i
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.num_seqs,
+        max_num_batched_tokens=config.num_batched_tokens,
         max_waiting=config.max_waiting,
     )
     try:

@@ -147,3 +147,14 @@ def test_what_attention_runs_on_and_cuda_graphs_are_passed_on(model: str) -> Non
         ("triton", True)
     }
     assert {w.config.device for w in plan_workers(ClusterConfig(model=model)).workers} == {"cpu"}
+
+
+def test_batches_are_larger_on_a_gpu_unless_given(model: str) -> None:
+    def sizes(**values: Any) -> tuple[int, int]:
+        engine = plan_workers(ClusterConfig(model=model, **values)).engine
+        return engine.max_num_seqs, engine.max_num_batched_tokens
+
+    assert sizes() == (64, 512)
+    assert sizes(device="cuda") == (256, 4096)
+    assert sizes(max_num_seqs=1000) == (1000, 1000), "a full running batch must be able to take one step"
+    assert sizes(device="cuda", max_num_seqs=8, max_num_batched_tokens=64) == (8, 64)
