@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales, build_metadata
+from engine.attention.flashinfer_captured import CapturedSizes, Indices
 from engine.attention.flashinfer_install import why_not_flashinfer
 from engine.attention.paged_indices import NUM_KINDS, ONE_QUERY, PagedStep, Part, paged_step
 from engine.executor import ScheduledRequest
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for
-# A wrapper makes 8 MiB for what its planner decides; that of one captured batch size needs some bytes a request.
-_GRAPH_PLAN_BYTES = 1 << 20
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -42,25 +41,6 @@ class _PlannedPart:
 
     rows: slice | torch.Tensor  # of the flat batch
     wrappers: dict[int | None, Any]  # by window, planned
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Indices:
-    """What kernels read of a step, on the device; int32."""
-
-    batch_indices: torch.Tensor  # [num_tokens]
-    positions: torch.Tensor  # [num_tokens]
-    kv_indptr: torch.Tensor  # [num_requests + 1]
-    kv_indices: torch.Tensor  # [kv_indptr[-1]], or more
-    last_page_len: torch.Tensor  # [num_requests]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Captured:
-    """What a CUDA graph of one batch size reads through, every time at the same addresses."""
-
-    indices: _Indices
-    wrappers: dict[int | None, Any]  # by window
 
 
 class FlashInferBackend:
@@ -80,9 +60,8 @@ class FlashInferBackend:
         self._shape: AttentionShape | None = None
         self._workspace = torch.empty(0)
         self._wrappers: dict[tuple[int, int | None], Any] = {}  # by kind of part and window
-        self._captured: dict[int, _Captured] = {}  # by batch size
-        self._largest: _Indices | None = None  # the buffers of the largest batch that is captured
-        self._indices: _Indices | None = None
+        self._captured: CapturedSizes | None = None
+        self._indices: Indices | None = None
         self._parts: list[_PlannedPart] = []
         self._planned: torch.cuda.Event | None = None  # the last plan is on the device
 
@@ -95,21 +74,17 @@ class FlashInferBackend:
         _check(shape)
         if (reason := why_not_flashinfer()) is not None:
             raise ValueError(f"attention backend flashinfer cannot be used: {reason}; triton needs none of it")
-        self._flashinfer = import_module("flashinfer")
-        self._shape = shape
-        if self._workspace.numel() == 0:
-            self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        self._captured, self._largest = {}, None
-        self._wrappers = {
-            (kind, window): self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace, "HND", use_tensor_cores=True, backend="fa2"
-            )
-            if kind == ONE_QUERY
-            else self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend="fa2")
-            for kind in range(NUM_KINDS)
-            for window in shape.windows
-        }
-        self._attend_to_a_few_tokens(shape)
+        # Importing it makes a context on the current device.
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._flashinfer = import_module("flashinfer")
+            self._shape = shape
+            if self._workspace.numel() == 0:
+                self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            self._captured = CapturedSizes(self._flashinfer, self._workspace, shape)
+            self._wrappers = {
+                (kind, window): self._make_wrapper(kind) for kind in range(NUM_KINDS) for window in shape.windows
+            }
+            self._attend_to_a_few_tokens(shape)
 
     def plan(self, metadata: AttentionMetadata, *, replayed: bool = False) -> None:
         assert self._shape is not None, "plan before prepare"
@@ -168,6 +143,14 @@ class FlashInferBackend:
 
     # --- planning
 
+    def _make_wrapper(self, kind: int) -> Any:
+        if kind == ONE_QUERY:
+            # Without tensor cores there are kernels for some group sizes alone; "auto" would switch kernels by shape.
+            return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "HND", use_tensor_cores=True, backend="fa2"
+            )
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend="fa2")
+
     def _plan_part(self, part: Part, kv_indices: torch.Tensor) -> _PlannedPart:
         assert self._shape is not None
         pages = kv_indices[part.pages]
@@ -215,13 +198,12 @@ class FlashInferBackend:
             "disable_split_kv": not self._split_kv,
         }
 
-    def _plan_replayed(self, step: PagedStep, indices: _Indices) -> None:
+    def _plan_replayed(self, step: PagedStep, indices: Indices) -> None:
         assert self._shape is not None
         [part] = step.parts
         assert isinstance(part.rows, slice), part.rows
-        captured = self._captured.get(part.num_requests)
-        if captured is None:
-            captured = self._captured[part.num_requests] = self._for_capture(part.num_requests)
+        assert self._captured is not None
+        captured = self._captured.of(part.num_requests)
         room = len(captured.indices.kv_indices)
         assert len(step.kv_indices) <= room, f"{len(step.kv_indices)} blocks, {room} were said to be the most"
         captured.indices.positions.copy_(indices.positions)
@@ -231,58 +213,12 @@ class FlashInferBackend:
         self._indices = captured.indices
         self._parts = [_PlannedPart(part.rows, captured.wrappers)]
 
-    def _for_capture(self, size: int) -> "_Captured":
-        assert self._shape is not None
-        if self._largest is None or len(self._largest.positions) < size:
-            self._largest = self._make_indices(size)
-        largest = self._largest
-        # One size is planned and replayed at a time: the front of the largest's buffers does for each.
-        indices = _Indices(
-            batch_indices=largest.batch_indices[:size],
-            positions=largest.positions[:size],
-            kv_indptr=largest.kv_indptr[: size + 1],
-            kv_indices=largest.kv_indices,
-            last_page_len=largest.last_page_len[:size],
-        )
-        wrappers = {}
-        for window in self._shape.windows:
-            wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                "HND",
-                use_cuda_graph=True,
-                use_tensor_cores=True,
-                paged_kv_indptr_buffer=indices.kv_indptr,
-                paged_kv_indices_buffer=indices.kv_indices,
-                paged_kv_last_page_len_buffer=indices.last_page_len,
-                backend="fa2",
-            )
-            wrapper.reset_workspace_buffer(
-                self._workspace, torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self._device)
-            )
-            wrappers[window] = wrapper
-        return _Captured(indices, wrappers)
-
-    def _make_indices(self, size: int) -> _Indices:
-        assert self._shape is not None
-        max_pages = -(-self._shape.max_context_len // self._shape.block_size)
-
-        def zeros(n: int) -> torch.Tensor:
-            return torch.zeros(n, dtype=torch.int32, device=self._device)
-
-        return _Indices(
-            batch_indices=torch.arange(size, dtype=torch.int32, device=self._device),
-            positions=zeros(size),
-            kv_indptr=zeros(size + 1),
-            kv_indices=zeros(size * max_pages),
-            last_page_len=zeros(size),
-        )
-
-    def _uploaded(self, step: PagedStep) -> _Indices:
+    def _uploaded(self, step: PagedStep) -> Indices:
         """The step's arrays on the device, by one copy."""
         arrays = (step.batch_indices, step.positions, step.kv_indptr, step.kv_indices, step.last_page_len)
         packed = self._on_device(np.concatenate(arrays))
         ends = np.cumsum([len(array) for array in arrays]).tolist()
-        return _Indices(*(packed[end - len(array) : end] for array, end in zip(arrays, ends, strict=True)))
+        return Indices(*(packed[end - len(array) : end] for array, end in zip(arrays, ends, strict=True)))
 
     def _on_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
         host = torch.from_numpy(array)
@@ -298,13 +234,12 @@ class FlashInferBackend:
         q = torch.zeros((3, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=self._device)
         lengths = (1, 2) if shape.block_size > 1 else (1, 1)
         requests = [ScheduledRequest("", [0] * n, 0, ([0],), None) for n in lengths]
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self.plan(build_metadata(requests, block_size=shape.block_size))
-            tokens = q[: sum(lengths)]
-            k = tokens[:, : shape.num_kv_heads]
-            self.write_kv(pool, k, k)
-            for window in shape.windows:
-                self.attend(tokens, pool, window=window)
+        self.plan(build_metadata(requests, block_size=shape.block_size))
+        tokens = q[: sum(lengths)]
+        k = tokens[:, : shape.num_kv_heads]
+        self.write_kv(pool, k, k)
+        for window in shape.windows:
+            self.attend(tokens, pool, window=window)
         self._indices, self._parts = None, []
 
 

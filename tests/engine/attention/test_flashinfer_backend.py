@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -234,3 +235,61 @@ def test_a_window_not_asked_for_at_the_start_is_not_served(flashinfer: None) -> 
     assert not math.isnan(float(backend.attend(tokens(1, 8), random_pool(), window=5).sum()))
     with pytest.raises(KeyError):
         backend.attend(tokens(1, 8), random_pool(), window=6)
+
+
+# --- the one that plays FlashInfer
+
+
+def planned(wrapper: fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper, num_requests: int = 1, **options: Any) -> None:
+    wrapper.plan(
+        torch.arange(num_requests + 1, dtype=torch.int32),
+        torch.arange(num_requests, dtype=torch.int32),
+        torch.ones(num_requests, dtype=torch.int32),
+        8,
+        2,
+        64,
+        4,
+        **{"q_data_type": torch.bfloat16, **options},
+    )
+
+
+def decode_wrapper(**options: Any) -> fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper:
+    workspace = torch.zeros(fake_flashinfer.WORKSPACE_BYTES, dtype=torch.uint8)
+    return fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "HND", **{"use_tensor_cores": True, "backend": "fa2", **options}
+    )
+
+
+def test_a_run_is_refused_before_a_plan_and_with_what_was_not_planned() -> None:
+    wrapper, pool = decode_wrapper(), random_pool()
+    with pytest.raises(AssertionError, match="run before plan"):
+        wrapper.run(tokens(1, 8), pool)
+    planned(wrapper)
+    for q, kv in ((tokens(2, 8), pool), (tokens(1, 8).half(), pool), (tokens(1, 8), pool.half())):
+        with pytest.raises(ValueError, match="planned for"):
+            wrapper.run(q, kv)
+
+
+@pytest.mark.parametrize("options", [{"use_tensor_cores": False}, {"backend": "auto"}], ids=str)
+def test_wrappers_that_switch_kernels_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        decode_wrapper(**options)
+
+
+def test_a_graphs_wrapper_keeps_its_batch_size_and_its_room() -> None:
+    def ints(n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int32)
+
+    wrapper = decode_wrapper(
+        use_cuda_graph=True,
+        paged_kv_indptr_buffer=ints(3),
+        paged_kv_indices_buffer=ints(2),
+        paged_kv_last_page_len_buffer=ints(2),
+    )
+    planned(wrapper, 2)
+    with pytest.raises(ValueError, match="a graph of 2 requests is planned for 1"):
+        planned(wrapper, 1)
+    with pytest.raises(ValueError, match="3 indices for a buffer of 2"):
+        wrapper.plan(
+            torch.tensor([0, 1, 3], dtype=torch.int32), ints(3), ints(2) + 1, 8, 2, 64, 4, q_data_type=torch.bfloat16
+        )
