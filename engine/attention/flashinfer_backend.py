@@ -260,8 +260,10 @@ def _check(shape: AttentionShape) -> None:
 
 
 def _stored(computed: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """As the pool holds it. What is too large for an 8-bit type becomes its largest: a cast would make it NaN."""
+    """As the pool holds it (`KVScales`)."""
     if dtype == computed.dtype:
         return computed
+    # Divided by a tensor: given a number, CUDA multiplies by its reciprocal, which rounds twice.
+    quotient = computed.to(torch.float32) / torch.full((), scale, device=computed.device)
     largest = torch.finfo(dtype).max
-    return (computed.to(torch.float32) / scale).clamp(-largest, largest).to(dtype)
+    return quotient.clamp(-largest, largest).to(dtype)
