@@ -136,20 +136,21 @@ def _hold(connection: Connection, device: str, layout: KVLayout, pool_bytes: int
 
 
 def _kernels(section: Section, setting: Setting) -> None:
-    decode = Case("decode", ((4095, 1),) * 32, 32, 8, 128)
-    prefill = Case("prefill", ((0, 4096),), 32, 8, 128)
+    decode = Case("decode, 32 × 4k", ((4095, 1),) * 32, 32, 8, 128)
+    long = Case("decode, 1 × 32k", ((32_767, 1),), 32, 8, 128)
+    prefill = Case("prefill, 1 × 4k", ((0, 4096),), 32, 8, 128)
     kv_bytes = 32 * 4096 * 2 * 8 * 128 * 2
     times: dict[str, float] = {}
     for name in backends(setting, Section("unused")):
         backend = get_backend(name, device=setting.device)
-        for case in (decode, prefill):
+        for case in (decode, long, prefill):
             backend.prepare(case.shape)
             step = Step(case, setting.device)
             step.run(backend)
             times[f"{name} {case.name}"] = took = _median_kernel_seconds(partial(step.attend, backend))
-            section.figure(f"{name}: {case.name} attention of a layer, 8B-shaped", took * 1e6, "µs")
-        section.figure(f"{name}: decode reads KV at", kv_bytes / times[f"{name} decode"] / 1e9, "GB/s")
-    for kind in ("decode", "prefill"):
+            section.figure(f"{name}: attention of an 8B layer, {case.name}", took * 1e6, "µs")
+        section.figure(f"{name}: decode reads KV at", kv_bytes / times[f"{name} {decode.name}"] / 1e9, "GB/s")
+    for kind in (decode.name, long.name, prefill.name):
         if f"flashinfer {kind}" in times:
             ratio = times[f"triton {kind}"] / times[f"flashinfer {kind}"]
             section.figure(f"{kind}: triton's time / flashinfer's", ratio, "×")

@@ -15,6 +15,7 @@ decode is read by one multiprocessor, so a batch of fewer requests times KV head
 leaves the others idle, which is felt with few requests of long contexts. `split_kv=True` gives exactness up for speed.
 """
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,7 +26,7 @@ import torch
 
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales, build_metadata
 from engine.attention.flashinfer_captured import CapturedSizes, Indices
-from engine.attention.flashinfer_install import why_not_flashinfer
+from engine.attention.flashinfer_install import path_with_own_tools, why_not_flashinfer
 from engine.attention.paged_indices import NUM_KINDS, ONE_QUERY, PagedStep, Part, paged_step
 from engine.executor import ScheduledRequest
 
@@ -76,6 +77,7 @@ class FlashInferBackend:
             raise ValueError(f"attention backend flashinfer cannot be used: {reason}; triton needs none of it")
         # Importing it makes a context on the current device.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            os.environ["PATH"] = path_with_own_tools()  # it looks for ninja by PATH alone
             self._flashinfer = import_module("flashinfer")
             self._shape = shape
             if self._workspace.numel() == 0:

@@ -6,6 +6,7 @@ variant when a process first meets it. Where they are looked for is FlashInfer's
 
 import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,8 +25,7 @@ def why_not_flashinfer() -> str | None:
         name
         for name, path in (
             ("nvcc", _nvcc()),
-            # By PATH alone, though pip's package puts it beside this interpreter.
-            ("ninja", shutil.which("ninja")),
+            ("ninja", shutil.which("ninja", path=path_with_own_tools())),
             ("a C++ compiler", shutil.which(os.environ.get("CXX", "c++"))),
         )
         if path is None
@@ -33,6 +33,11 @@ def why_not_flashinfer() -> str | None:
     if missing:
         return f"FlashInfer compiles its kernels at first use, and {' and '.join(missing)} cannot be found"
     return None
+
+
+def path_with_own_tools() -> str:
+    """PATH, and behind it this interpreter's folder: pip puts ninja there, and nobody need have activated it."""
+    return os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
 
 
 def _nvcc() -> str | None:

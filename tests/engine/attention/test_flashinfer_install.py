@@ -20,6 +20,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     return tmp_path
 
 
@@ -48,6 +49,13 @@ def test_float32_and_a_cpu_have_other_defaults(machine: Path) -> None:
     put_all(machine)
     assert default_backend("cuda", "float32") == "triton"
     assert default_backend("cpu", "bfloat16") == "cpu"
+
+
+def test_ninja_may_lie_beside_the_interpreter_whoever_activated_it(machine: Path) -> None:
+    put_all(machine)
+    (machine / "bin/ninja").unlink()
+    put(machine / "venv/bin/ninja")
+    assert why_not_flashinfer() is None
 
 
 @pytest.mark.parametrize(
