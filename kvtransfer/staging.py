@@ -22,11 +22,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from engine.kvcache.block import NULL_BLOCK_ID
+from engine.memory import HostMemory, KVLayout
 from kvtransfer.errors import Code
 from kvtransfer.events import CachedPinned, Computed, Failed, Filled, Started, WorkerEvent
+from kvtransfer.exported import ExportedMemory
 from kvtransfer.messages import CachedSource, Open
 from kvtransfer.ports import HolderListener, HolderPool, HolderPort
-from kvtransfer.staging_area import StagingArea, StagingCopies
+from kvtransfer.staging_area import STAGING_BYTES, StagingArea, StagingCopies
 
 # Of all slots, what one hand-off holds at most. Half of that is copied at once: the consumer reads the other half.
 _SHARE = 4
@@ -42,6 +44,26 @@ class _Staged:
     known: dict[int, int] = field(default_factory=dict)  # by group: blocks below are copied, or wait for it
     is_copying: bool = False
     is_over: bool = False
+
+
+def stage_pool(
+    port: HolderPort, memory: ExportedMemory, layout: KVLayout, instance_id: str, nbytes: int = STAGING_BYTES
+) -> "StagedPort | None":
+    """Copies of a pool on a GPU; None for a pool in host memory, which every process of its host can map anyway.
+
+    Raises:
+        ValueError: nbytes holds not even one block.
+        OSError, CudaError: there is no host memory, or no stream, for it.
+    """
+    if isinstance(memory, HostMemory):
+        return None
+    from kvtransfer.cuda_copies import CudaStagingCopies
+    from kvtransfer.cuda_ipc import CudaIpcMemory
+
+    assert isinstance(memory, CudaIpcMemory), memory
+    area = StagingArea(layout, nbytes)
+    copies = CudaStagingCopies(memory, area.memory.buffer, layout.bytes_per_block)
+    return StagedPort(port, area, copies, instance_id)
 
 
 class StagedPort:
@@ -234,18 +256,16 @@ class StagedPort:
         self, staged: _Staged, slot_ids: Sequence[int], event: Filled | CachedPinned, error: BaseException | None
     ) -> None:
         staged.is_copying = False
-        if staged.is_over:
-            self._area.give_back(slot_ids)
-        elif error is not None:
+        if error is not None:
             self._area.give_back(slot_ids)
             self._leave(staged)
             staged.listener(Failed(Code.INTERNAL, f"blocks could not be copied into host memory: {error}"))
-        else:
-            if staged.waiting:
-                self._turns.append(staged)
-            if isinstance(event, CachedPinned):
-                self._leave(staged)  # its only word
-            staged.listener(event)
+            return
+        if staged.waiting:
+            self._turns.append(staged)
+        if isinstance(event, CachedPinned):
+            self._leave(staged)  # its only word
+        staged.listener(event)  # if the hand-off is over meanwhile, the holder gives the slots back
 
     def _leave(self, staged: _Staged) -> None:
         """Nothing of the engine is passed on any more but `Failed`; slots that it holds are the holder's to unpin."""

@@ -125,7 +125,7 @@ class Taker:
             case Confirmed():
                 for index in range(self.num_confirmed, message.num_blocks):
                     assert self.read_blocks[index] == self.content(index), "what is confirmed is right"
-                self.num_confirmed = message.num_blocks
+                self.num_confirmed = max(self.num_confirmed, message.num_blocks)
 
     def close(self, code: Code, message: str) -> None:
         self.closed = CloseStream(code, message)

@@ -125,6 +125,12 @@ class _StatsCollector(Collector):
         yield self._counter("tandem_sampled_tokens", "Tokens sampled here.", stats.num_sampled_tokens)
 
         yield self._handoffs(now.given, now.taken)
+        yield self._staged(now.given, now.taken)
+        yield self._counter(
+            "tandem_kv_unmappable_pools",
+            "Peers' pools that cannot be mapped here: their blocks come through host memory.",
+            now.taken.unmappable_pools,
+        )
 
     def _handoffs(self, given: HolderCounters, taken: ConsumerCounters) -> Metric:
         family = CounterMetricFamily(
@@ -138,6 +144,15 @@ class _StatsCollector(Collector):
         for code in Code:
             if taken.lost[code]:
                 family.add_metric((*self._labels, "consumer", f"lost_{code.name.lower()}"), taken.lost[code])
+        return family
+
+    def _staged(self, given: HolderCounters, taken: ConsumerCounters) -> Metric:
+        family = CounterMetricFamily(
+            "tandem_kv_staged_handoffs", "Hand-offs through host memory, by this worker's part in them.",
+            labels=(*LABELS, "part"),
+        )  # fmt: skip
+        family.add_metric((*self._labels, "holder"), given.staged)
+        family.add_metric((*self._labels, "consumer"), taken.staged)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -8,7 +8,6 @@ import pytest
 from fake_block_kernel import FakeGpuMemory
 from fake_cuda import FakeMachine, importing
 from handoffs import LAYOUT, TOKEN, FakeConsumerEngine, FakeHolderEngine, an_open, cached, pool_handle, prefill
-from kvtransfer.cuda_copies import CudaStagingCopies
 from kvtransfer.errors import Code, PoolUnreachable
 from kvtransfer.events import Computed, Filled
 from kvtransfer.holder import HolderEnd
@@ -17,8 +16,7 @@ from kvtransfer.messages import Open
 from kvtransfer.ports import HolderPool
 from kvtransfer.provider import Provider
 from kvtransfer.puller import Puller
-from kvtransfer.staging import StagedPort
-from kvtransfer.staging_area import StagingArea
+from kvtransfer.staging import stage_pool
 from kvtransfer.unmappable import MAX_PEERS, UnmappablePools
 
 BYTES = LAYOUT.bytes_per_block
@@ -33,13 +31,9 @@ class Pair:
         self.holder, self.consumer = self.machine.process(), self.machine.process()
         self.source, self.target = FakeGpuMemory(SIZE, 0, self.holder), FakeGpuMemory(SIZE, 0, self.consumer)
         self.holder_engine = FakeHolderEngine()
-        self.area = StagingArea(LAYOUT, 16 * BYTES)
-        self.staged = StagedPort(
-            self.holder_engine,
-            self.area,
-            CudaStagingCopies(self.source, self.area.memory.buffer, BYTES),
-            "holder-1",
-        )
+        staged = stage_pool(self.holder_engine, self.source, LAYOUT, "holder-1", nbytes=16 * BYTES)
+        assert staged is not None
+        self.staged = staged
         pool = HolderPool(self.source.handle("holder-1", LAYOUT), LAYOUT)
         self.provider = Provider(pool, self.holder_engine, staged=self.staged if stages else None)
         self.transport = LoopbackTransport()
@@ -196,6 +190,12 @@ async def test_a_pool_in_host_memory_that_is_gone_is_no_reason_to_stage() -> Non
     assert not pair.puller.unmappable.has("holder")
     assert pair.puller.counters.unmappable_pools == 0
     await pair.close()
+
+
+def test_a_pool_in_host_memory_needs_no_staging() -> None:
+    memory = LoopbackMemory(SIZE)
+    assert stage_pool(FakeHolderEngine(), memory, LAYOUT, "holder-1") is None
+    memory.close()
 
 
 def test_what_is_known_of_peers_is_bounded_and_said_once_an_instance(caplog: pytest.LogCaptureFixture) -> None:
