@@ -9,6 +9,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Before anything imports triton: tests attend on the CPU, by its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
 
 if TYPE_CHECKING:
     from tests.oracle import Oracle

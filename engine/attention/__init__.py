@@ -22,6 +22,7 @@ BACKENDS: dict[str, str] = {
     "reference": "engine.attention.reference:ReferenceBackend",
     "cpu": "engine.attention.cpu:CpuBackend",
     "flashinfer": "engine.attention.flashinfer_backend:FlashInferBackend",
+    "triton": "engine.attention.triton_backend:TritonBackend",
 }
 
 

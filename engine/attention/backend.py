@@ -61,7 +61,11 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """One layer's: stored = computed / scale. Per tensor, and 1 unless the pool is of an 8-bit type."""
+    """One layer's: stored = computed / scale. Per tensor, and 1 unless the pool is of an 8-bit type.
+
+    The quotient is one of float32; stored is the nearest value (ties to even), what is too large the largest: 448 in
+    float8_e4m3fn. NaN stays NaN.
+    """
 
     k: float = 1.0
     v: float = 1.0

@@ -35,8 +35,7 @@ class ReferenceBackend:
         slots = torch.from_numpy(self._metadata.slot_mapping).to(pool_layer_kv.device)
         block_ids, offsets = slots // block_size, slots % block_size
         for side, computed, scale in ((0, k, scales.k), (1, v, scales.v)):
-            stored = computed if scale == 1.0 else computed.to(torch.float32) / scale
-            pool_layer_kv[block_ids, side, :, offsets] = stored.to(pool_layer_kv.dtype)
+            pool_layer_kv[block_ids, side, :, offsets] = _stored(computed, pool_layer_kv.dtype, scale)
 
     def attend(
         self, q: torch.Tensor, pool_layer_kv: torch.Tensor, *, window: int | None, scales: KVScales = UNSCALED
@@ -71,6 +70,16 @@ class ReferenceBackend:
             )
             out[rows] = attended[0].transpose(0, 1)
         return out
+
+
+def _stored(computed: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    if dtype.itemsize > 1:
+        return computed.to(dtype)
+    # Divided by a tensor: given a number, CUDA multiplies by its reciprocal, which rounds twice. And older torch makes
+    # NaN of what is too large.
+    quotient = computed.to(torch.float32) / torch.full((), scale, device=computed.device)
+    largest = torch.finfo(dtype).max
+    return quotient.clamp(-largest, largest).to(dtype)
 
 
 def _computed(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

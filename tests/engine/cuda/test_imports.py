@@ -9,7 +9,7 @@ CODE = """
 import importlib, pkgutil, sys
 for folder in ("engine", "kvtransfer", "worker", "prefill_worker", "decode_worker", "cluster", "benchmarks"):
     for module in pkgutil.walk_packages([folder], folder + "."):
-        if not module.name.endswith(("__main__", "triton_kernels")):
+        if not module.name.endswith("__main__") and "triton_kernels." not in module.name:
             importlib.import_module(module.name)
             print(module.name)
 import torch
