@@ -20,6 +20,7 @@ from kvtransfer.messages import HandoffTimes
 from kvtransfer.ports import HolderPool
 from kvtransfer.provider import Provider
 from kvtransfer.service import KvExchangeService
+from kvtransfer.staging import stage_pool
 from tandem.v1 import exchange_pb2, exchange_pb2_grpc, worker_pb2_grpc
 from tandem.v1 import worker_pb2 as pb
 from worker.build import BuiltEngine, build_engine
@@ -99,7 +100,8 @@ class WorkerNode:
         context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times)
         self._role = role = self._make_role(context)
         handle = built.memory.handle(self.instance_id, built.layout)
-        self._provider = Provider(HolderPool(handle, built.layout), role, times)
+        staged = stage_pool(role, built.memory, built.layout, self.instance_id)
+        self._provider = Provider(HolderPool(handle, built.layout), role, times, staged=staged)
         self._events = KvEventPublisher()
         self._load = LoadReporter(lambda: self._measure(drain))
         stack.callback(self._load.close)
@@ -107,6 +109,8 @@ class WorkerNode:
         thread.start()
         stack.push_async_callback(thread.stop)
         # Before the engine's thread ends, no copy may be in flight, and every pin is given back.
+        if staged is not None:
+            stack.push_async_callback(staged.close)
         stack.push_async_callback(role.puller.close)
         stack.callback(self._provider.close)
 
