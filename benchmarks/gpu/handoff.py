@@ -21,9 +21,11 @@ from kvtransfer.exported import ExportedMemory
 from kvtransfer.ports import HolderPool
 from kvtransfer.provider import Provider
 from kvtransfer.puller import Puller
+from kvtransfer.staging import stage_pool
 
 # Prompts of several chunks: their blocks are announced while the next chunk is computed.
 _CONFIG = EngineConfig(num_blocks=256, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=16)
+_STAGING_BYTES = 1 << 20  # a few blocks: they are used many times over
 _LENGTHS = (1, 15, 16, 17, 40, 100, 200, 301)
 
 
@@ -49,15 +51,16 @@ def run(section: Section, setting: Setting) -> None:
     holder.start()
     there.close()
     try:
-        outputs, copied = asyncio.run(_decode(here, path, setting.device))
+        outputs = asyncio.run(_decode(here, path, setting))
         holder.join(20)
         section.check("the holder ended well", holder.exitcode == 0, holder.exitcode)
     finally:
         holder.kill()
     expected = _expected(path)
-    same = sum(outputs[key] == expected[key] for key in expected)
-    section.check("tokens of a hand-off are the reference's", same == len(expected), f"{same} of {len(expected)}")
-    section.check("blocks crossed from pool to pool", copied >= 40, copied)
+    for way, (tokens, copied) in outputs.items():
+        same = sum(tokens[key] == expected[key] for key in expected)
+        section.check(f"tokens are the reference's, {way}", same == len(expected), f"{same} of {len(expected)}")
+        section.check(f"blocks crossed, {way}", copied >= 40, copied)
 
 
 def _executor(path: Path, device: str) -> tuple[TorchExecutor, ExportedMemory]:
@@ -74,16 +77,24 @@ def _executor(path: Path, device: str) -> tuple[TorchExecutor, ExportedMemory]:
     return executor, new_pool(device, _CONFIG.num_blocks * executor.layout.bytes_per_block)
 
 
-async def _decode(connection: Connection, path: Path, device: str) -> tuple[dict[str, list[int]], int]:
-    executor, memory = _executor(path, device)
+async def _decode(connection: Connection, path: Path, setting: Setting) -> dict[str, tuple[dict[str, list[int]], int]]:
+    """For each way that blocks may take: all outputs, and how many blocks were copied."""
+    executor, memory = _executor(path, setting.device)
     consumer = ConsumerEngine(Engine(_CONFIG, executor, memory))
     puller = consumer.puller = Puller(memory, executor.layout, consumer, PipeTransport(connection))
-    await asyncio.gather(*(consumer.generate(*prompt) for prompt in prompts()))
+    outputs = {}
+    for way, staged in (("pool to pool", False), ("through host memory", True)):
+        if staged and not setting.on_gpu:
+            continue  # a pool in host memory is never staged
+        consumer.staged, consumer.copied_blocks = staged, 0
+        consumer.engine.clear_cache()
+        await asyncio.gather(*(consumer.generate(*prompt) for prompt in prompts()))
+        outputs[way] = (dict(consumer.outputs), consumer.copied_blocks)
     await puller.close()
     consumer.engine.check_integrity()
     assert consumer.engine.stats().num_active_blocks == 0, consumer.engine.stats()
     memory.close()
-    return consumer.outputs, consumer.copied_blocks
+    return outputs
 
 
 def _hold(connection: Connection, path: Path, device: str) -> None:
@@ -91,7 +102,10 @@ def _hold(connection: Connection, path: Path, device: str) -> None:
         executor, memory = _executor(path, device)
         holder = HolderEngine(Engine(_CONFIG, executor, memory))
         pool = HolderPool(memory.handle("holder", executor.layout), executor.layout)
-        await PipeServer(connection, Provider(pool, holder)).serve()
+        staged = stage_pool(holder, memory, executor.layout, "holder", _STAGING_BYTES)
+        await PipeServer(connection, Provider(pool, holder, staged=staged)).serve()
+        if staged is not None:
+            await staged.close()
         holder.engine.check_integrity()
         assert holder.engine.stats().num_active_blocks == 0, holder.engine.stats()
         memory.close()

@@ -80,6 +80,7 @@ class ConsumerEngine(_Stepper):
         self.puller: Puller | None = None  # set once it is made, around this port
         self.outputs: dict[str, list[int]] = {}
         self.copied_blocks = 0
+        self.staged = False  # whether to ask for copies in host memory
         self._requests: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self._done: dict[str, asyncio.Future[None]] = {}
 
@@ -103,7 +104,15 @@ class ConsumerEngine(_Stepper):
             prompt, params = self._requests[target.request_id]
             source = PrefillSource(prompt, len(prompt), params, skip_blocks=target.num_cached_blocks)
             layout = self.engine.executor.layout
-            open = Open(f"handoff-{target.request_id}", target.request_id, "consumer", layout.fingerprint, 60.0, source)
+            open = Open(
+                f"handoff-{target.request_id}",
+                target.request_id,
+                "consumer",
+                layout.fingerprint,
+                60.0,
+                source,
+                self.staged,
+            )
             assert self.puller is not None
             self.puller.pull("holder", open, target.block_tables)
         for output in result.outputs:
