@@ -9,6 +9,8 @@ tests.
 """
 
 import math
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,30 @@ from engine.attention.triton_sizes import (
 from engine.attention.triton_step import StepPlan, StepPlanner
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What kernels run on."""
+
+    capability: tuple[int, int] | None  # compute capability; None: they are interpreted
+    num_programs: int  # of decode, at most
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Target":
+        """The GPU that is there.
+
+        Raises:
+            ValueError: kernels are compiled, but not for such a device.
+        """
+        import triton
+
+        if triton.knobs.runtime.interpret:
+            return cls(None, 5)  # fewer than there is work, as on a GPU
+        if device.type != "cuda":
+            raise ValueError(f"attention backend triton runs on cuda, and on {device} only under TRITON_INTERPRET=1")
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(torch.cuda.get_device_capability(device), PROGRAMS_PER_SM * num_sms)
+
+
 class TritonBackend:
     """The backend `triton`. One thread calls it, with its device current; launches go to the current stream."""
 
@@ -34,16 +60,12 @@ class TritonBackend:
 
     def __init__(self, *, num_threads: int = 1, device: str = "cuda") -> None:
         del num_threads
-        import triton
-
         from engine.attention.triton_kernels import decode, prefill, write
 
         self._write_kv, self._prefill = write.write_kv, prefill.prefill
         self._decode, self._combine = decode.decode, decode.combine
         self._device = torch.device(device)
-        self._interpreted = bool(triton.knobs.runtime.interpret)
-        if self._device.type != "cuda" and not self._interpreted:
-            raise ValueError(f"attention backend triton runs on cuda, and on {device} only under TRITON_INTERPRET=1")
+        self._target = Target.of(self._device)
         self._shape: AttentionShape | None = None
         self._planner: StepPlanner | None = None
         self._step: StepPlan | None = None
@@ -53,33 +75,29 @@ class TritonBackend:
     def prepare(self, shape: AttentionShape) -> None:
         if shape == self._shape:
             return
-        on_gpu = self._device.type == "cuda"
-        capability = torch.cuda.get_device_capability(self._device) if on_gpu else None
+        capability = self._target.capability
         _check(shape, capability)
         self._shape, self._step = shape, None
         group_size, itemsize = shape.num_heads // shape.num_kv_heads, shape.dtype.itemsize
         block_d = max(16, power_of_two(shape.head_dim))
         # GPUs convert 8-bit floats themselves from compute capability 8.9 on; elsewhere kernels are given bytes.
-        converts_fp8 = not self._interpreted and capability is not None and capability >= (8, 9)
-        self._unpacks_fp8 = shape.kv_dtype.itemsize == 1 and not converts_fp8
+        self._unpacks_fp8 = shape.kv_dtype.itemsize == 1 and (capability is None or capability < (8, 9))
         self._layer: dict[str, Any] = {
             "NUM_KV_HEADS": shape.num_kv_heads,
             "BLOCK_SIZE": shape.block_size,
             "HEAD_DIM": shape.head_dim,
             "BLOCK_D": block_d,
         }
-        queries = {"GROUP": group_size, "UPCAST": self._interpreted, **self._layer}
+        queries = {"GROUP": group_size, "UPCAST": capability is None, **self._layer}
         prefill = prefill_tile(block_d, group_size, itemsize, unpacks_fp8=self._unpacks_fp8)
         decode = decode_tile(block_d, group_size, itemsize, shape.kv_dtype.itemsize)
         self._prefill_options = {**queries, **prefill.options}
         self._decode_options = {**queries, **decode.options}
         queries_per_tile = prefill.block_m // group_size
         self._planner = StepPlanner(shape, queries_per_tile=queries_per_tile, device=self._device)
-        self._num_programs = 5  # of decode; fewer than there is work, as on a GPU
-        if on_gpu:
-            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-            self._num_programs = PROGRAMS_PER_SM * num_sms
-            self._compile(shape)
+        if capability is not None:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                self._compile(shape)
 
     def _compile(self, shape: AttentionShape) -> None:
         """Launches every kernel once: types, windows and divisibility decide what is compiled, not sizes."""
@@ -151,6 +169,7 @@ class TritonBackend:
         assert shape is not None
         assert step.largest_block < len(pool_layer_kv), f"block {step.largest_block} in a pool of {len(pool_layer_kv)}"
         assert q.stride(2) == 1, "a token's query of one head must be contiguous"
+        assert window in step.decodes, f"window {window}, prepared for {shape.windows}"
         decodes = step.decodes[window]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._unpacks_fp8:
@@ -169,7 +188,7 @@ class TritonBackend:
                 **self._prefill_options,
             )
         if decodes.num_splits > 0:
-            self._decode[(min(decodes.num_splits * shape.num_kv_heads, self._num_programs),)](
+            self._decode[(min(decodes.num_splits * shape.num_kv_heads, self._target.num_programs),)](
                 out,
                 step.partial_out,
                 step.partial_stats,

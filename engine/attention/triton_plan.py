@@ -67,6 +67,8 @@ def prefill_tiles(metadata: AttentionMetadata, queries_per_tile: int) -> Ints:
     """[num_tiles, 4]: request, first row of the batch, number of queries, first position. Deepest context first."""
     query_lens = np.diff(metadata.query_start)
     chunks = np.flatnonzero(query_lens > 1)
+    if len(chunks) == 0:
+        return np.empty((0, 4), np.int32)
     counts = -(-query_lens[chunks] // queries_per_tile)
     owner = np.repeat(chunks, counts)
     begin = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries_per_tile
@@ -77,7 +79,10 @@ def prefill_tiles(metadata: AttentionMetadata, queries_per_tile: int) -> Ints:
 
 
 def _rows(*columns: npt.NDArray[np.generic]) -> Ints:
-    return np.stack([column.astype(np.int32) for column in columns], axis=1)
+    rows = np.empty((len(columns[0]), len(columns)), np.int32)
+    for i, column in enumerate(columns):
+        rows[:, i] = column
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +119,14 @@ class Sections:
             size=end,
         )
 
-    def fill(self, words: Ints, metadata: AttentionMetadata, tiles: Ints, work: Sequence[WindowWork]) -> int:
-        """Writes a step into `words`, and returns how many of them it needs."""
+    def used(self, metadata: AttentionMetadata) -> int:
+        """Words up to the end of the step's tables, those that `fill` needs."""
+        return int(self.tables.start) + 4 + metadata.block_tables.size
 
-        def put(section: slice, values: Ints, head: int | None = None) -> int:
+    def fill(self, words: Ints, metadata: AttentionMetadata, tiles: Ints, work: Sequence[WindowWork]) -> None:
+        """Writes a step into `words`."""
+
+        def put(section: slice, values: Ints, head: int | None = None) -> None:
             start = section.start
             if head is not None:
                 words[start] = head
@@ -125,7 +134,6 @@ class Sections:
             end = int(start + values.size)
             assert end <= section.stop, f"{values.size} words do not fit into {section}"
             words[start:end] = values.ravel()
-            return end
 
         put(self.query_start, metadata.query_start)
         put(self.slots, metadata.slot_mapping.astype(np.int32))
@@ -133,4 +141,4 @@ class Sections:
         for one, splits, merges in zip(work, self.splits, self.merges, strict=True):
             put(splits, one.splits, len(one.splits))
             put(merges, one.merges, len(one.merges))
-        return put(self.tables, metadata.block_tables, metadata.block_tables.shape[1])
+        put(self.tables, metadata.block_tables, metadata.block_tables.shape[1])

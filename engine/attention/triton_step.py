@@ -86,11 +86,12 @@ class StepPlanner:
             num_table_words=num_table_words,
         )
         # Fresh every step: the copy of the last one may still be under way.
-        host = torch.empty(sections.size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        num_words = sections.fill(host.numpy(), metadata, tiles, work)
+        num_words = sections.used(metadata)
+        host = torch.empty(num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        sections.fill(host.numpy(), metadata, tiles, work)
         if replayed:
             memory = self._memory_of(num_requests, sections.size, num_slots)
-            memory.words[:num_words].copy_(host[:num_words], non_blocking=True)
+            memory.words[:num_words].copy_(host, non_blocking=True)
         else:
             memory = _Memory(host.to(self._device, non_blocking=True), *self._partials(num_slots))
 

@@ -116,8 +116,9 @@ def test_a_step_is_one_run_of_aligned_sections() -> None:
         num_splits=[len(one.splits) for one in work],
         num_table_words=metadata.block_tables.size,
     )
-    words = np.full(sections.size, -7, np.int32)
-    assert sections.fill(words, metadata, tiles, work) <= sections.size
+    assert sections.used(metadata) <= sections.size
+    words = np.full(sections.used(metadata), -7, np.int32)
+    sections.fill(words, metadata, tiles, work)
     order = [sections.query_start, sections.slots, sections.tiles, *sections.splits, *sections.merges, sections.tables]
     assert order[0].start == 0
     assert order[-1].stop == sections.size
