@@ -19,28 +19,16 @@ import triton.language as tl
 
 
 @triton.jit
-def widened(stored, dtype: tl.constexpr):
-    """Stored keys or values as operands of a product; bytes are float8_e4m3fn for GPUs that do not know the type.
+def e4m3_value(code):
+    """The values, in float16, of float8_e4m3fn given as bytes: for GPUs that do not know the type.
 
-    Every value of that type is one of float16, with the exponent's bias 7 instead of 15. So its bits, put where
-    float16 has them, are the value / 2^8: zero and subnormals too. Only NaN has no counterpart: all ones would be 480.
+    Each value is one of float16, whose exponent's bias is 15 instead of 7. So the bits, put where float16 has them, are
+    the value / 2^8, zeros and subnormals too. Only NaN has no counterpart: all ones would be 480.
     """
-    value = stored
-    if stored.dtype == tl.uint8:
-        code = stored.to(tl.int16)
-        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        value = bits.to(tl.float16, bitcast=True) * 256.0
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-    return value.to(dtype)
-
-
-@triton.jit
-def dot(a, b, acc, upcast: tl.constexpr):
-    """acc + a · b; float32 stays float32 (no TF32). The interpreter has no products of bfloat16: `upcast`, exactly."""
-    if upcast:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+    code = code.to(tl.int16)
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+    value = bits.to(tl.float16, bitcast=True) * 256.0
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
@@ -66,7 +54,7 @@ def attend_tile(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,  # False: every query sees every key of the tile
     HAS_WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,  # for the interpreter, which has no products of bfloat16
 ):
     """acc, row_max and row_sum after one more tile of keys."""
     keys = tile_start + tl.arange(0, BLOCK_N)
@@ -93,10 +81,13 @@ def attend_tile(
         k = tl.load(key_tile, mask=loaded, other=0.0)
         v = tl.load(value_tile, mask=loaded, other=0.0)
 
-    scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
-    scores = dot(q, tl.trans(widened(k, q.dtype)), scores, UPCAST) * score_scale
+    if k.dtype == tl.uint8:
+        k = e4m3_value(k)
+        v = e4m3_value(v)
+    dtype: tl.constexpr = tl.float32 if UPCAST else q.dtype
+    # "ieee": float32 stays float32, no TF32.
+    scores = tl.dot(q.to(dtype), tl.trans(k.to(dtype)), input_precision="ieee") * score_scale
     if MASKED:
-        # A tile row has the distance to its own query: the causal edge, the window's, and the split's are one mask.
         distance = query_positions[:, None] - keys[None, :]
         visible = within[None, :] & (distance >= 0)
         if HAS_WINDOW:
@@ -108,5 +99,6 @@ def attend_tile(
     weights = tl.exp2(scores - anchor[:, None])
     shrink = tl.exp2(row_max - anchor)
     row_sum = row_sum * shrink + tl.sum(weights, axis=1)
-    acc = dot(weights.to(q.dtype), widened(v, q.dtype), acc * shrink[:, None], UPCAST)
+    weights = weights.to(q.dtype).to(dtype)
+    acc = tl.dot(weights, v.to(dtype), acc * shrink[:, None], input_precision="ieee")
     return acc, new_max, row_sum

@@ -27,18 +27,9 @@ def e4m3_code(x):
     return code | ((bits >> 24) & 0x80)
 
 
-@triton.jit
-def stored_form(x, scale, dtype: tl.constexpr):
-    """x / scale as the pool keeps it; a pool of bytes is of float8_e4m3fn. Other pools have no scale."""
-    stored = x
-    if dtype == tl.uint8:
-        stored = e4m3_code(tl.div_rn(x.to(tl.float32), scale))
-    return stored.to(dtype)
-
-
 @triton.jit(do_not_specialize=["block_rows"])
 def write_kv(
-    kv,  # one layer of the pool; rows as in attend_tile
+    kv,  # one layer of the pool, rows as in attend_tile; bytes are of float8_e4m3fn, others have no scale
     block_rows,
     k,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], by strides
     k_token_stride,
@@ -66,6 +57,8 @@ def write_kv(
 
     key_rows = (slot // BLOCK_SIZE).to(tl.int64) * block_rows + heads * BLOCK_SIZE + slot % BLOCK_SIZE
     value_rows = key_rows + NUM_KV_HEADS * BLOCK_SIZE
-    dtype: tl.constexpr = kv.dtype.element_ty
-    tl.store(kv + key_rows[:, None] * HEAD_DIM + dims[None, :], stored_form(keys, key_scale, dtype), mask=exists)
-    tl.store(kv + value_rows[:, None] * HEAD_DIM + dims[None, :], stored_form(values, value_scale, dtype), mask=exists)
+    if kv.dtype.element_ty == tl.uint8:
+        keys = e4m3_code(tl.div_rn(keys.to(tl.float32), key_scale))
+        values = e4m3_code(tl.div_rn(values.to(tl.float32), value_scale))
+    tl.store(kv + key_rows[:, None] * HEAD_DIM + dims[None, :], keys.to(kv.dtype.element_ty), mask=exists)
+    tl.store(kv + value_rows[:, None] * HEAD_DIM + dims[None, :], values.to(kv.dtype.element_ty), mask=exists)

@@ -197,8 +197,8 @@ def test_a_result_is_the_same_in_every_bit_whatever_the_batch_mates_and_block_id
     lengths = [(20, 1), (0, 1), (63, 1), (300, 1), *[(17 + i, 1) for i in range(9)], (0, 33), (16, 16), (40, 9)]
     together = Step(SMOLLM, lengths, window=window, dtype=dtype)
     result = together.run(backend)
-    # Triton's interpreter takes its time: every other one.
-    step = 2 if type(backend).__name__ == "TritonBackend" else 1
+    # Triton's interpreter takes its time: every third.
+    step = 3 if type(backend).__name__ == "TritonBackend" else 1
     for r in range(len(lengths) - 1, -1, -step):
         before, new = lengths[r]
         # Contents are seeded by place in the list: other mates, so, and other places in the pool.

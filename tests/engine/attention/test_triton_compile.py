@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[3]
 SMALLEST_SHARED_MEMORY = 99 * 1024  # of a program, on compute capability 8.6, 8.9 and 12.0
 MATRIX_PRODUCT = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}  # of many rows
 MODELS = {
-    80: ["bfloat16:bfloat16:128:None", "bfloat16:float8_e4m3fn:128:1000", "bfloat16:bfloat16:64:1000"],
+    80: ["bfloat16:bfloat16:128:None", "bfloat16:float8_e4m3fn:128:1000"],
     90: ["bfloat16:bfloat16:128:1000", "bfloat16:float8_e4m3fn:128:1000", "float32:float32:128:None"],
     100: ["bfloat16:bfloat16:128:None", "bfloat16:float8_e4m3fn:64:None"],
-    120: ["bfloat16:bfloat16:128:1000", "bfloat16:float8_e4m3fn:64:None"],
+    120: ["bfloat16:bfloat16:64:1000", "bfloat16:float8_e4m3fn:128:None"],
 }
 
 
