@@ -60,7 +60,7 @@ def decode(
         heads = kv_head * GROUP + group_heads
         token = tl.load(query_start + request).to(tl.int64)
         q_tile = q + token * q_token_stride + (heads * q_head_stride)[:, None] + dims[None, :]
-        q_rows = tl.load(q_tile, mask=(dims < HEAD_DIM)[None, :] & (rows >= 0)[:, None], other=0.0)
+        q_rows = tl.load(q_tile, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         query_positions = end_key + rows  # behind all keys of the split: only its edges mask
 
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -55,7 +55,7 @@ def prefill(
     if BLOCK_D == HEAD_DIM:
         q_rows = tl.load(q_tile)
     else:
-        q_rows = tl.load(q_tile, mask=(dims < HEAD_DIM)[None, :] & (rows >= 0)[:, None], other=0.0)
+        q_rows = tl.load(q_tile, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     query_positions = position + queries
 
     # The keys that any query of the tile sees, in steps of BLOCK_N; masks are needed only at the two edges.

@@ -68,7 +68,7 @@ def attend_tile(
     else:
         block_ids = tl.load(table + keys // BLOCK_SIZE)
         if BLOCK_D != HEAD_DIM:
-            loaded = (dims < HEAD_DIM)[None, :] & (keys >= 0)[:, None]
+            loaded = (dims < HEAD_DIM)[None, :]
     # A pool has more elements than an int32 counts.
     key_rows = block_ids.to(tl.int64) * block_rows + kv_head * BLOCK_SIZE + keys % BLOCK_SIZE
     value_rows = key_rows + NUM_KV_HEADS * BLOCK_SIZE
