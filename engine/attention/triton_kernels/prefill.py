@@ -52,10 +52,7 @@ def prefill(
     heads = kv_head * GROUP + rows % GROUP
     tokens = (first_row + queries).to(tl.int64)
     q_tile = q + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :]
-    if BLOCK_D == HEAD_DIM:
-        q_rows = tl.load(q_tile)
-    else:
-        q_rows = tl.load(q_tile, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    q_rows = tl.load(q_tile, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     query_positions = position + queries
 
     # The keys that any query of the tile sees, in steps of BLOCK_N; masks are needed only at the two edges.

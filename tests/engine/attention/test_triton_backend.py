@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,22 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.gpu.attention_case import FP8, Case, Step
+from benchmarks.gpu.tiny_model import write_tiny_model
 from engine.attention.backend import AttentionBackend, AttentionShape, KVScales, build_metadata
 from engine.attention.reference import ReferenceBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.attention.triton_kernels import decode, write
+from engine.config import EngineConfig
 from engine.cuda.graphs import DecodeGraphs
+from engine.engine import Engine
 from engine.executor import ScheduledRequest
+from engine.memory import PrivateMemory
+from engine.offline import generate
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.torch_executor import TorchExecutor
 
+GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
 RAGGED = ((0, 1), (14, 1), (15, 1), (31, 1), (300, 1), (0, 17), (30, 21))
 
 
@@ -130,6 +140,24 @@ def test_a_step_without_tokens_is_nothing() -> None:
     backend.plan(build_metadata([], block_size=16))
     backend.write_kv(pool, torch.empty(0, 2, 64), torch.empty(0, 2, 64))
     assert backend.attend(torch.empty(0, 4, 64), pool, window=None).shape == (0, 4, 64)
+
+
+def test_a_model_generates_the_tokens_that_it_does_with_the_reference(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", head_dim=64)
+    tokens = []
+    for name in ("reference", "triton"):
+        executor = TorchExecutor(model, dtype="float32", attention_backend=name, max_model_len=64)
+        engine = Engine(
+            EngineConfig(num_blocks=16, max_model_len=64, max_num_batched_tokens=16, max_num_seqs=4),
+            executor,
+            PrivateMemory(16 * executor.layout.bytes_per_block),
+        )
+        requests = [
+            Request(str(i), [1 + (7 * i + j) % 200 for j in range(5 + 13 * i)], GREEDY, arrival_time=0.0)
+            for i in range(3)
+        ]
+        tokens.append(generate(engine, requests, lambda: 0.0))
+    assert tokens[0] == tokens[1]
 
 
 class Recorded:
