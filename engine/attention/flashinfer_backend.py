@@ -28,6 +28,7 @@ from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape
 from engine.attention.flashinfer_captured import CapturedSizes, Indices
 from engine.attention.flashinfer_install import path_with_own_tools, why_not_flashinfer
 from engine.attention.paged_indices import NUM_KINDS, ONE_QUERY, PagedStep, Part, paged_step
+from engine.attention.stored import stored
 from engine.executor import ScheduledRequest
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for
@@ -112,8 +113,8 @@ class FlashInferBackend:
         assert self._indices is not None, "write_kv before plan"
         # The kernel takes what it is given for elements of the pool's type.
         self._flashinfer.append_paged_kv_cache(
-            _stored(k, pool_layer_kv.dtype, scales.k),
-            _stored(v, pool_layer_kv.dtype, scales.v),
+            stored(k, pool_layer_kv.dtype, scales.k),
+            stored(v, pool_layer_kv.dtype, scales.v),
             self._indices.batch_indices,
             self._indices.positions,
             pool_layer_kv,
@@ -259,13 +260,3 @@ def _check(shape: AttentionShape) -> None:
         raise ValueError(
             f"attention backend flashinfer: head_dim must be one of {dims}, not {shape.head_dim}: use triton"
         )
-
-
-def _stored(computed: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """As the pool holds it (`KVScales`)."""
-    if dtype == computed.dtype:
-        return computed
-    # Divided by a tensor: given a number, CUDA multiplies by its reciprocal, which rounds twice.
-    quotient = computed.to(torch.float32) / torch.full((), scale, device=computed.device)
-    largest = torch.finfo(dtype).max
-    return quotient.clamp(-largest, largest).to(dtype)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales
+from engine.attention.stored import computed, stored
 
 
 class ReferenceBackend:
@@ -34,8 +35,8 @@ class ReferenceBackend:
         block_size = pool_layer_kv.shape[3]
         slots = torch.from_numpy(self._metadata.slot_mapping).to(pool_layer_kv.device)
         block_ids, offsets = slots // block_size, slots % block_size
-        for side, computed, scale in ((0, k, scales.k), (1, v, scales.v)):
-            pool_layer_kv[block_ids, side, :, offsets] = _stored(computed, pool_layer_kv.dtype, scale)
+        for side, rows, scale in ((0, k, scales.k), (1, v, scales.v)):
+            pool_layer_kv[block_ids, side, :, offsets] = stored(rows, pool_layer_kv.dtype, scale)
 
     def attend(
         self, q: torch.Tensor, pool_layer_kv: torch.Tensor, *, window: int | None, scales: KVScales = UNSCALED
@@ -57,7 +58,7 @@ class ReferenceBackend:
             block_ids, offsets = table[key_positions // block_size], key_positions % block_size
             # [num_keys, num_kv_heads, head_dim] -> [num_heads, num_keys, head_dim]
             k, v = (
-                _computed(pool_layer_kv[block_ids, side, :, offsets], q.dtype, scale)
+                computed(pool_layer_kv[block_ids, side, :, offsets], q.dtype, scale)
                 .transpose(0, 1)
                 .repeat_interleave(group_size, dim=0)
                 for side, scale in ((0, scales.k), (1, scales.v))
@@ -70,17 +71,3 @@ class ReferenceBackend:
             )
             out[rows] = attended[0].transpose(0, 1)
         return out
-
-
-def _stored(computed: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    if dtype.itemsize > 1:
-        return computed.to(dtype)
-    # Divided by a tensor: given a number, CUDA multiplies by its reciprocal, which rounds twice. And older torch makes
-    # NaN of what is too large.
-    quotient = computed.to(torch.float32) / torch.full((), scale, device=computed.device)
-    largest = torch.finfo(dtype).max
-    return quotient.clamp(-largest, largest).to(dtype)
-
-
-def _computed(stored: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    return stored.to(dtype) if scale == 1.0 else (stored.to(torch.float32) * scale).to(dtype)
