@@ -17,6 +17,7 @@ import torch
 
 from engine.attention import default_backend, get_backend
 from engine.attention.backend import AttentionMetadata, AttentionShape, build_metadata
+from engine.cuda.device_copy import DeviceCopy
 from engine.cuda.graphs import DecodeGraphs
 from engine.executor import ModelOutput, SampledToken, SamplingInput, SchedulerOutput
 from engine.memory import DeviceMemory, HostMemory, KVLayout, PoolMemory
@@ -95,7 +96,8 @@ class TorchExecutor:
             windows=frozenset(self.config.layer_windows),
             max_context_len=max_model_len or self.config.max_position_embeddings,
         )
-        self._attention.prepare(self._shape)  # refuses what it cannot serve before the weights are read
+        with _current(self._device):
+            self._attention.prepare(self._shape)  # refuses what it cannot serve before the weights are read
         self._model = load_llama(
             model_path, self.config, self._dtype, self._device, with_kv_scales=self._kv_dtype != self._dtype
         )
@@ -150,7 +152,11 @@ class TorchExecutor:
         if self._max_graph_batch > 0:
             with torch.inference_mode(), _current(self._device):
                 self._graphs = DecodeGraphs(
-                    self._forward, self._attention, max_batch=self._max_graph_batch, device=self._device
+                    self._forward,
+                    self._attention,
+                    vocab_size=self.vocab_size,
+                    max_batch=self._max_graph_batch,
+                    device=self._device,
                 )
 
     @torch.inference_mode()
@@ -182,12 +188,16 @@ class TorchExecutor:
         self, token_ids: npt.NDArray[np.int64], metadata: AttentionMetadata, rows: npt.NDArray[np.int64]
     ) -> torch.Tensor:
         """[len(rows), vocab_size] float32."""
-        logit_rows = torch.from_numpy(rows).to(self._device)
+        # One copy up, that waits for nothing: a step that samples nothing leaves the device at work.
+        copy = DeviceCopy()
+        places = [copy.add_ints(array) for array in (token_ids, metadata.positions, rows)]
+        copy.send(self._device)
+        tokens, positions, logit_rows = (copy[place] for place in places)
         if self._graphs is not None and self._graphs.takes(metadata):
-            return self._graphs.run(token_ids, metadata)[logit_rows]
+            logits = self._graphs.run(tokens, positions, metadata)
+            return logits if len(rows) == metadata.num_requests else logits[logit_rows]
         self._attention.plan(metadata)
-        positions = torch.from_numpy(metadata.positions)
-        return self._forward(torch.from_numpy(token_ids).to(self._device), positions.to(self._device), logit_rows)
+        return self._forward(tokens, positions, logit_rows)
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, positions, self._attention, self._layer_kvs, logit_rows)

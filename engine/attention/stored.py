@@ -4,7 +4,7 @@ import torch
 
 
 def stored(computed: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """`computed` in the pool's `dtype`; 8-bit types hold the quotient by `scale`, the largest there is if it is larger."""
+    """`computed` in the pool's `dtype`; an 8-bit one holds the quotient by `scale`, at most its largest."""
     if dtype.itemsize > 1:
         return computed.to(dtype)
     # Divided by a tensor: given a number, CUDA multiplies by its reciprocal, which rounds twice. And older torch makes

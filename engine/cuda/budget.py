@@ -2,8 +2,9 @@
 
 from engine.model.config import ModelConfig
 
-# Of the logits of a row: float32, and what sampling makes of them (float64 weights, a sort with its indices, sums).
-_BYTES_PER_LOGIT = 4 + 5 * 8
+# Of the logits of a row: float32, a graph's copy of them, and what sampling makes (float64 weights, a sort with its
+# indices, sums).
+_BYTES_PER_LOGIT = 4 + 4 + 5 * 8
 
 
 def num_blocks_that_fit(

@@ -7,11 +7,8 @@ do not exist: they have one token, in the null block, and nobody looks at what t
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionMetadata
@@ -24,20 +21,9 @@ _SIZE_STEP = 8
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Graph(Protocol):
-    """What was captured: `replay` computes `output` anew, from what its inputs hold now."""
-
-    @property
-    def output(self) -> torch.Tensor: ...
-
-    @property
-    def replay(self) -> Callable[[], None]: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CapturedGraph:
-    output: torch.Tensor
-    replay: Callable[[], None]
+# Does what was captured once more, with what its tensors hold now. It keeps only memory that was made while
+# capturing.
+Replay = Callable[[], None]
 
 
 class DecodeGraphs:
@@ -46,8 +32,9 @@ class DecodeGraphs:
     Args:
         forward: (token_ids, positions, logit_rows) -> [num_rows, vocab_size]; the model's.
         attention: can replay, and is planned here.
+        vocab_size: of the logits.
         max_batch: requests of the largest graph.
-        capture: makes a graph of a call; all graphs share their memory, so an output holds until the next replay.
+        capture: makes a graph of a call.
     """
 
     def __init__(
@@ -55,40 +42,47 @@ class DecodeGraphs:
         forward: Forward,
         attention: AttentionBackend,
         *,
+        vocab_size: int,
         max_batch: int,
         device: torch.device,
-        capture: Callable[[Callable[[], torch.Tensor]], Graph] | None = None,
+        capture: Callable[[Callable[[], None]], Replay] | None = None,
     ) -> None:
         assert attention.can_replay, attention
         self.sizes = graph_sizes(max_batch)
         self._attention = attention
+        # What graphs read and write: they know addresses, and keep nothing alive.
         self._token_ids = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        rows = torch.arange(max_batch, device=device)
+        self._rows = torch.arange(max_batch, device=device)
+        self._logits = torch.empty(max_batch, vocab_size, dtype=torch.float32, device=device)
         capture = capture or _Capturer()
-        self._graphs: dict[int, Graph] = {}
+        self._replays: dict[int, Replay] = {}
         for size in reversed(self.sizes):  # smaller ones fit into the memory of larger ones
             attention.plan(_nobody(size), replayed=True)
 
-            def step(size: int = size) -> torch.Tensor:
-                return forward(self._token_ids[:size], self._positions[:size], rows[:size])
+            def step(size: int = size) -> None:
+                logits = forward(self._token_ids[:size], self._positions[:size], self._rows[:size])
+                self._logits[:size].copy_(logits)
 
-            self._graphs[size] = capture(step)
+            self._replays[size] = capture(step)
 
     def takes(self, metadata: AttentionMetadata) -> bool:
         """Whether there is a graph for this step."""
         return metadata.num_decodes == metadata.num_requests <= self.sizes[-1]
 
-    def run(self, token_ids: npt.NDArray[np.int64], metadata: AttentionMetadata) -> torch.Tensor:
-        """The logits of all requests of the step, [num_requests, vocab_size] float32; valid until the next run."""
+    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """The logits of all requests of the step, [num_requests, vocab_size] float32; valid until the next run.
+
+        Args:
+            token_ids, positions: [num_requests] int64, on the device.
+        """
         num_requests = metadata.num_requests
         size = self.sizes[bisect_left(self.sizes, num_requests)]
         self._attention.plan(padded(metadata, size), replayed=True)
-        self._token_ids[:num_requests].copy_(torch.from_numpy(token_ids))
-        self._positions[:num_requests].copy_(torch.from_numpy(metadata.positions))
-        graph = self._graphs[size]
-        graph.replay()
-        return graph.output[:num_requests]
+        self._token_ids[:num_requests].copy_(token_ids)
+        self._positions[:num_requests].copy_(positions)
+        self._replays[size]()
+        return self._logits[:num_requests]
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -134,15 +128,16 @@ class _Capturer:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: libraries make a workspace for each stream that they meet.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, step: Callable[[], torch.Tensor]) -> Graph:
+    def __call__(self, step: Callable[[], None]) -> Replay:
         # Once before, on a stream of its own as capturing wants it: libraries allocate and compile at a first call.
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = step()
-        return _CapturedGraph(output, graph.replay)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            step()
+        return graph.replay

@@ -24,6 +24,8 @@ class RMSNorm:
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:  # one kernel instead of eight
+            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
         wide = x.to(torch.float32)
         scale = (wide * wide).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(self._weight)

@@ -7,17 +7,20 @@ Rows are dealt by what their parameters leave of the vocabulary, since only some
 - *long*: top-p, or a large top-k. The row is sorted.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.cuda.device_copy import DeviceCopy, Place
 from engine.executor import SamplingInput
-from engine.sampling.device_copy import DeviceCopy, Place
 from engine.sampling.device_line import Tournament, line
 from engine.sampling.device_race import first_to_arrive, signed
 from engine.sampling.device_slabs import slabs
+from engine.sampling.distribution import LOWEST
 from engine.sampling.uniform import position_key
+from engine.sampling_params import SamplingParams
 
 # Longer ones are sorted faster than picked out.
 _LONGEST_SHORT = 1024
@@ -33,6 +36,7 @@ class _Group:
     keys: Place
     temperature: Place
     min_p: Place
+    lowest: Place
     top_k: Place
     top_p: Place
 
@@ -72,19 +76,21 @@ class DeviceDraw:
         return tokens
 
     def _drawn(self, group: _Group, at: slice, rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-        keys, temperature, min_p = (
-            self._copy[place][at, None] for place in (group.keys, group.temperature, group.min_p)
+        keys, temperature, min_p, lowest = (
+            self._copy[place][at, None] for place in (group.keys, group.temperature, group.min_p, group.lowest)
         )
+        bound = _bound(peaks, temperature, lowest)
         if group.length == 0:
             weights = _weights(rows, peaks, temperature)
-            weights.masked_fill_(weights < min_p, 0.0)
+            weights.masked_fill_((weights < min_p) | (rows < bound), 0.0)
             everybody = torch.arange(rows.shape[1], device=rows.device)[None]
             return first_to_arrive(everybody, weights, keys)
         top_k, top_p = (self._copy[place][at, None] for place in (group.top_k, group.top_p))
         token_ids = line(rows, group.length)
-        weights = _weights(rows.gather(1, token_ids), peaks, temperature)
+        logits = rows.gather(1, token_ids)
+        weights = _weights(logits, peaks, temperature)
         places = torch.arange(group.length, device=rows.device)[None]
-        weights.masked_fill_((weights < min_p) | (places >= top_k), 0.0)
+        weights.masked_fill_((weights < min_p) | (logits < bound) | (places >= top_k), 0.0)
         tournament = Tournament(weights)
         last = tournament.first_reaching(top_p * tournament.total)
         weights.masked_fill_((places > last) & (top_p < 1.0), 0.0)
@@ -102,6 +108,7 @@ class DeviceDraw:
             keys=add_ints([signed(position_key(inputs[row].params.seed, inputs[row].position)) for row in rows]),
             temperature=add_floats([p.temperature for p in params]),
             min_p=add_floats([p.min_p for p in params]),
+            lowest=add_floats([_lowest(p) for p in params]),
             top_k=add_ints(top_k),
             top_p=add_floats([p.top_p for p in params]),
         )
@@ -117,6 +124,21 @@ def _kind(sampling: SamplingInput, vocab_size: int) -> str:
 def _top_k(sampling: SamplingInput, vocab_size: int) -> int:
     top_k = sampling.params.top_k
     return min(top_k, vocab_size) if top_k > 0 else vocab_size
+
+
+def _lowest(params: SamplingParams) -> float:
+    """Log of what a weight must be for its logit to be looked at: as `distribution.py` picks candidates."""
+    return math.log(params.min_p) if params.min_p > 0.0 and params.top_k <= 0 else -math.inf
+
+
+def _bound(peaks: torch.Tensor, temperature: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
+    """[num_rows, 1] float32: what a logit must be, a little less than the weight that it stands for.
+
+    It decides only where weights are rounded to the best token's own, at temperatures beyond all use.
+    """
+    bound = peaks + temperature * lowest
+    bound = bound - 1e-6 * (peaks.abs() + bound.abs())
+    return bound.clamp(min=LOWEST).to(torch.float32)
 
 
 def _weights(logits: torch.Tensor, peaks: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.cuda.device_copy import DeviceCopy
 from engine.executor import SamplingInput
-from engine.sampling.device_copy import DeviceCopy
 from engine.sampling.device_line import line, row_sums
 from engine.sampling.device_slabs import slabs
 from engine.sampling.logprobs import IMPOSSIBLE

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.cuda.device_copy import DeviceCopy, Place
 from engine.executor import SamplingInput
-from engine.sampling.device_copy import DeviceCopy, Place
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.cuda.device_copy import DeviceCopy
 from engine.executor import SampledToken, SamplingInput
-from engine.sampling.device_copy import DeviceCopy
 from engine.sampling.device_draw import DeviceDraw
 from engine.sampling.device_logprobs import DeviceLogprobs
 from engine.sampling.device_penalties import DevicePenalties

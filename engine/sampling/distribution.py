@@ -17,7 +17,7 @@ from engine.sampling_params import SamplingParams
 Row = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
 
-_LOWEST = float(np.finfo(np.float32).min)
+LOWEST = float(np.finfo(np.float32).min)
 
 
 def draw(row: Row, params: SamplingParams, key: int, scratch: Weights) -> int:
@@ -53,7 +53,7 @@ def _candidates(row: Row, peak: float, params: SamplingParams) -> npt.NDArray[np
         bound = peak + params.temperature * math.log(params.min_p)
         # Lower by more than float32 rounds: which of them pass is decided on their weights.
         bound -= 1e-6 * (abs(peak) + abs(bound))
-        return np.flatnonzero(row >= np.float32(max(bound, _LOWEST)))
+        return np.flatnonzero(row >= np.float32(max(bound, LOWEST)))
     return np.arange(len(row))
 
 

@@ -1,17 +1,18 @@
 """Decode steps as graphs, with a capture that plays one: what replays is the captured call, on the same tensors."""
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.attention.backend import AttentionMetadata, build_metadata
 from engine.attention.reference import ReferenceBackend
 from engine.cuda.graphs import DecodeGraphs, graph_sizes, padded
 from engine.executor import ScheduledRequest
-from tests.tiny_models import PagedRunner, random_tokens, save_model
+from tests.tiny_models import VOCAB_SIZE, PagedRunner, random_tokens, save_model
 
 BLOCK_SIZE = 4
 
@@ -32,15 +33,10 @@ class ReplayingBackend(ReferenceBackend):
         super().plan(metadata)
 
 
-class PlayedGraph:
-    """Computes its output anew, in place, by doing what was captured once more."""
-
-    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
-        self._step = step
-        self.output = step().clone()
-
-    def replay(self) -> None:
-        self.output.copy_(self._step())
+def play(step: Callable[[], None]) -> Callable[[], None]:
+    """A capture: does it once, and hands it out to be done again."""
+    step()
+    return step
 
 
 class Runner(PagedRunner):
@@ -57,7 +53,12 @@ class Runner(PagedRunner):
 
         with torch.inference_mode():
             self.graphs = DecodeGraphs(
-                forward, self.backend, max_batch=max_batch, device=torch.device("cpu"), capture=PlayedGraph
+                forward,
+                self.backend,
+                vocab_size=VOCAB_SIZE,
+                max_batch=max_batch,
+                device=torch.device("cpu"),
+                capture=play,
             )
 
     @torch.inference_mode()
@@ -65,7 +66,8 @@ class Runner(PagedRunner):
         """One token each: (token id, computed before, block table)."""
         metadata = decodes(*((computed, table) for _, computed, table in shares))
         assert self.graphs.takes(metadata)
-        return self.graphs.run(np.array([token for token, _, _ in shares]), metadata).clone()
+        token_ids = torch.tensor([token for token, _, _ in shares])
+        return self.graphs.run(token_ids, torch.from_numpy(metadata.positions), metadata).clone()
 
 
 def decodes(*shares: tuple[int, Sequence[int]]) -> AttentionMetadata:
@@ -122,3 +124,23 @@ def test_a_replayed_step_gives_the_logits_of_a_plain_one_for_every_batch_size(fo
     for layer, plain_layer in zip(runner.layer_kvs, plain.layer_kvs, strict=True):
         torch.testing.assert_close(layer[1:], plain_layer[1:], rtol=1e-5, atol=1e-5, equal_nan=True)
         assert torch.isnan(layer[0, :, :, 1:]).all(), "padding writes slot 0 of the null block, and nothing else"
+
+
+def test_what_a_graph_reads_lives_as_long_as_the_graphs() -> None:
+    """A graph knows addresses only: a tensor that nobody else keeps would be freed under it."""
+    read: list[StorageWeakRef] = []
+
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        read.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        return torch.zeros(len(tensors[0]), VOCAB_SIZE)
+
+    def forget(step: Callable[[], None]) -> Callable[[], None]:
+        step()
+        return lambda: None
+
+    graphs = DecodeGraphs(
+        forward, ReplayingBackend(), vocab_size=VOCAB_SIZE, max_batch=4, device=torch.device("cpu"), capture=forget
+    )
+    gc.collect()
+    assert len(read) == 3 * len(graphs.sizes)
+    assert not any(storage.expired() for storage in read)
