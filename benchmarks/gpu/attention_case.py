@@ -51,7 +51,7 @@ class Step:
 
     def __init__(self, case: Case, device: str, seed: int = 0) -> None:
         self.case = case
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         needed = [-(-(before + new) // case.block_size) for before, new in case.lengths]
         num_blocks = 1 + sum(needed)
         free = (np.random.default_rng(seed).permutation(num_blocks - 1) + 1).tolist()
@@ -61,13 +61,13 @@ class Step:
         ]
         self.metadata: AttentionMetadata = build_metadata(requests, block_size=case.block_size)
         shape = (num_blocks, 2, 2, case.num_kv_heads, case.block_size, case.head_dim)
-        pool = torch.randn(shape, generator=generator).to(case.dtype)
-        self.pool = pool.to(case.kv_dtype or case.dtype).to(device)
+        pool = torch.randn(shape, generator=generator, device=device).to(case.dtype)
+        self.pool = pool.to(case.kv_dtype or case.dtype)
         num_tokens = self.metadata.num_tokens
         # Views of one fused projection, as the model has them.
         fused = torch.randn(
-            (num_tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim), generator=generator
-        ).to(device, case.dtype)
+            (num_tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim), generator=generator, device=device
+        ).to(case.dtype)
         sizes = [case.num_heads, case.num_kv_heads, case.num_kv_heads]
         self.q, self.k, self.v = torch.split(fused, sizes, dim=1)
 

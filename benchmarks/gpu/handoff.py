@@ -51,7 +51,7 @@ def run(section: Section, setting: Setting) -> None:
     holder.start()
     there.close()
     try:
-        outputs = asyncio.run(_decode(here, path, setting))
+        outputs = asyncio.run(_decode(section, here, path, setting))
         holder.join(20)
         section.check("the holder ended well", holder.exitcode == 0, holder.exitcode)
     finally:
@@ -77,7 +77,9 @@ def _executor(path: Path, device: str) -> tuple[TorchExecutor, ExportedMemory]:
     return executor, new_pool(device, _CONFIG.num_blocks * executor.layout.bytes_per_block)
 
 
-async def _decode(connection: Connection, path: Path, setting: Setting) -> dict[str, tuple[dict[str, list[int]], int]]:
+async def _decode(
+    section: Section, connection: Connection, path: Path, setting: Setting
+) -> dict[str, tuple[dict[str, list[int]], int]]:
     """For each way that blocks may take: all outputs, and how many blocks were copied."""
     executor, memory = _executor(path, setting.device)
     consumer = ConsumerEngine(Engine(_CONFIG, executor, memory))
@@ -88,8 +90,9 @@ async def _decode(connection: Connection, path: Path, setting: Setting) -> dict[
             continue  # a pool in host memory is never staged
         consumer.staged, consumer.copied_blocks = staged, 0
         consumer.engine.clear_cache()
-        await asyncio.gather(*(consumer.generate(*prompt) for prompt in prompts()))
-        outputs[way] = (dict(consumer.outputs), consumer.copied_blocks)
+        with section.part(f"hand-off, {way}"):
+            await asyncio.gather(*(consumer.generate(*prompt) for prompt in prompts()))
+            outputs[way] = (dict(consumer.outputs), consumer.copied_blocks)
     await puller.close()
     consumer.engine.check_integrity()
     assert consumer.engine.stats().num_active_blocks == 0, consumer.engine.stats()

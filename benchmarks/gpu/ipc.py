@@ -19,7 +19,7 @@ from kvtransfer.mapping import PeerPool, open_mapping
 NUM_ROUNDS = 20
 NUM_CONTROL_ROUNDS = 5
 _NUM_BLOCKS = 256
-_DELAY_CYCLES = 50_000_000  # some 30 ms
+_DELAY_CYCLES = 200_000_000  # some 100 ms: two processes on one GPU take turns, and the reader needs one within
 
 
 def _layout(device: str) -> KVLayout:

@@ -4,7 +4,7 @@ import asyncio
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.gpu.attention_case import Case, Step
 from benchmarks.gpu.cached_pool import FullHolder, WaitingConsumer
-from benchmarks.gpu.kernels import backends
 from benchmarks.gpu.pipe import PipeServer, PipeTransport
 from benchmarks.gpu.pools import as_blocks, new_pool
 from benchmarks.gpu.section import Section, Setting
@@ -33,16 +32,21 @@ from kvtransfer.puller import Puller
 # What "8B" means below: Llama 3.1 8B's: 32 layers, 8 KV heads of 128, bfloat16; 128 KiB a token.
 _BLOCK_8B = 32 * 2 * 8 * 16 * 128 * 2
 _BLOCK_SIZE = 16
+_HEAD_START_CYCLES = 1_000_000  # half a millisecond
 
 
 def run(section: Section, setting: Setting) -> None:
     bytes_per_block = _BLOCK_8B if setting.on_gpu else 1 << 16
     layout = KVLayout(_BLOCK_SIZE, bytes_per_block, bytes(16))
-    _gather(section, setting, layout)
-    _handoffs(section, setting, layout)
+    with section.part("gathering blocks"):
+        _gather(section, setting, layout)
+    with section.part("hand-offs"):
+        _handoffs(section, setting, layout)
     if setting.on_gpu:
-        _kernels(section, setting)
-    _decode(section, setting)
+        with section.part("kernels"):
+            time_kernels(section, setting, ("triton",))
+    with section.part("decoding"):
+        _decode(section, setting)
 
 
 # --- moving blocks
@@ -135,13 +139,14 @@ def _hold(connection: Connection, device: str, layout: KVLayout, pool_bytes: int
 # --- computing
 
 
-def _kernels(section: Section, setting: Setting) -> None:
+def time_kernels(section: Section, setting: Setting, names: Sequence[str]) -> None:
+    """Attention of one layer of an 8B model, by each of these backends."""
     decode = Case("decode, 32 × 4k", ((4095, 1),) * 32, 32, 8, 128)
     long = Case("decode, 1 × 32k", ((32_767, 1),), 32, 8, 128)
     prefill = Case("prefill, 1 × 4k", ((0, 4096),), 32, 8, 128)
     kv_bytes = 32 * 4096 * 2 * 8 * 128 * 2
     times: dict[str, float] = {}
-    for name in backends(setting, Section("unused")):
+    for name in names:
         backend = get_backend(name, device=setting.device)
         for case in (decode, long, prefill):
             backend.prepare(case.shape)
@@ -174,7 +179,11 @@ def _decode(section: Section, setting: Setting) -> None:
     for graphs in (64, 0) if setting.on_gpu else (0,):
         kind = "graphs" if graphs else "no graphs"
         executor = TorchExecutor(
-            path, device=setting.device, max_graph_batch=graphs, max_model_len=config.max_model_len
+            path,
+            attention_backend="triton" if setting.on_gpu else "cpu",
+            device=setting.device,
+            max_graph_batch=graphs,
+            max_model_len=config.max_model_len,
         )
         memory = new_pool(setting.device, config.num_blocks * executor.layout.bytes_per_block)
         engine = Engine(config, executor, memory)
@@ -242,12 +251,13 @@ def _median_seconds(call: Callable[[], object], setting: Setting, repeats: int =
 
 
 def _median_kernel_seconds(launch: Callable[[], object], repeats: int = 20) -> float:
-    """On the device, launches not counted as long as they are shorter than what they launch."""
+    """On the device alone: it is kept busy until everything is launched."""
     for _ in range(3):
         launch()
     taken = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         launch()
         end.record()
