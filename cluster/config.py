@@ -87,7 +87,7 @@ class ClusterConfig(BaseModel):
     attention_backend: Literal["auto", "cpu", "reference", "triton", "flashinfer"] = Field(
         "auto", description="auto: cpu on a CPU; on a GPU flashinfer where it can run, else triton."
     )
-    enforce_eager: bool = Field(False, description="No CUDA graphs.")
+    enforce_eager: Annotated[bool, Field(strict=True)] = Field(False, description="No CUDA graphs.")
 
     host: str = Field("127.0.0.1", min_length=1, description="Where the gateway listens.")
     port: _Port = Field(8000, description="HTTP; 0: one that is free.")
@@ -159,10 +159,15 @@ class ClusterConfig(BaseModel):
                 raise _problem(
                     f"{inner}: must be at most {outer} ({getattr(self, outer):g}), not {getattr(self, inner):g}"
                 )
+        if self.device == "cuda":
+            if self.dtype == "float32" and self.attention_backend == "flashinfer":
+                raise _problem("attention_backend: flashinfer has no kernels for dtype float32; triton has")
+            if self.num_blocks and self.gpu_memory_utilization != _default_of(self, "gpu_memory_utilization"):
+                raise _problem("gpu_memory_utilization: num_blocks is given too, and says how large the pool is")
         if self.device == "cpu":
             # What would be ignored was meant for another device.
             for name in ("gpus_per_worker", "gpu_memory_utilization", "kv_cache_dtype", "enforce_eager"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                if (value := getattr(self, name)) != _default_of(self, name):
                     raise _problem(f"{name}: needs device cuda, and device is cpu; it is {value}")
         if self.attention_backend not in _ATTENTION_BACKENDS[self.device]:
             raise _problem(
@@ -246,6 +251,10 @@ def _read_yaml(file: Path) -> dict[str, object]:
             raise ConfigError(f"config file {file} gives {name} twice, once with - and once with _")
         values[name] = value
     return values
+
+
+def _default_of(config: ClusterConfig, name: str) -> object:
+    return type(config).model_fields[name].default
 
 
 def _problem(sentence: str) -> PydanticCustomError:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.worker_info import Role
-from engine.config import EngineConfig
+from engine.config import Dtype, EngineConfig
 from engine.kvcache.slots import num_blocks_for
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelLoadError
 from engine.model.locate import EMBEDDED_MODEL, resolve_model
-from worker.config import Dtype, WorkerConfig
+from worker.config import WorkerConfig
 
 DEFAULT_POOL_BYTES = 1 << 30
 # A default never takes more than this to hold a second context: models of long contexts would take the whole machine.

@@ -1,8 +1,22 @@
 """How one worker's engine is dimensioned."""
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.kvcache.slots import num_blocks_for
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "fp8_e4m3"]
+
+
+def check_device(name: str) -> None:
+    """
+    Raises:
+        ValueError: not the name of a device: "cpu", "cuda", "cuda:1".
+    """
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise ValueError(f"device must be cpu, cuda or cuda:<number>, not {name!r}")
 
 
 @dataclass(frozen=True, slots=True)

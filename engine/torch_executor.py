@@ -5,11 +5,10 @@ layers share); the layers fill the pool and yield logits for the requests that s
 Nothing of a request stays behind in here: the next step may be somebody else's.
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ import torch
 
 from engine.attention import default_backend, get_backend
 from engine.attention.backend import AttentionMetadata, AttentionShape, build_metadata
+from engine.config import Dtype, KVCacheDtype, check_device
 from engine.cuda.device_copy import DeviceCopy
 from engine.cuda.graphs import DecodeGraphs
 from engine.executor import ModelOutput, SampledToken, SamplingInput, SchedulerOutput
@@ -27,8 +27,6 @@ from engine.model.tensor_source import weight_files
 from engine.model.weights import load_llama
 from engine.sampling.sampler import Sampler
 
-DtypeName = Literal["auto", "float32", "bfloat16"]
-KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -55,19 +53,19 @@ class TorchExecutor:
         self,
         model_path: Path,
         *,
-        dtype: DtypeName = "auto",
+        dtype: Dtype = "auto",
         block_size: int = 16,
         device: str = "cpu",
-        kv_cache_dtype: KVCacheDtypeName = "auto",
+        kv_cache_dtype: KVCacheDtype = "auto",
         attention_backend: str = "auto",
         num_threads: int | None = None,
         max_graph_batch: int = 0,
         max_model_len: int | None = None,
     ) -> None:
-        if dtype not in get_args(DtypeName):
-            raise ValueError(f"dtype must be one of {', '.join(get_args(DtypeName))}, not {dtype!r}")
-        if kv_cache_dtype not in get_args(KVCacheDtypeName):
-            allowed = ", ".join(get_args(KVCacheDtypeName))
+        if dtype not in get_args(Dtype):
+            raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {dtype!r}")
+        if kv_cache_dtype not in get_args(KVCacheDtype):
+            allowed = ", ".join(get_args(KVCacheDtype))
             raise ValueError(f"kv_cache_dtype must be one of {allowed}, not {kv_cache_dtype!r}")
         if block_size < 1:
             raise ValueError(f"block_size must be above 0, not {block_size}")
@@ -79,12 +77,12 @@ class TorchExecutor:
         on_gpu = self._device.type == "cuda"
         self._dtype = _DTYPES[("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype]
         self._kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8_e4m3" else self._dtype
+        self.config = ModelConfig.load(model_path)
         if attention_backend == "auto":
-            attention_backend = default_backend(self._device.type, self.dtype)
+            attention_backend = default_backend(self._device.type, self.dtype, self.config.head_dim)
         self._attention = get_backend(
             attention_backend, num_threads=num_threads or torch.get_num_threads(), device=str(self._device)
         )
-        self.config = ModelConfig.load(model_path)
         self._shape = AttentionShape(
             num_heads=self.config.num_heads,
             num_kv_heads=self.config.num_kv_heads,
@@ -209,8 +207,7 @@ class TorchExecutor:
 
 
 def _checked_device(name: str) -> torch.device:
-    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
-        raise ValueError(f"device must be cpu, cuda or cuda:<number>, not {name!r}")
+    check_device(name)
     device = torch.device(name)
     if device.type == "cpu":
         return device

@@ -33,11 +33,6 @@ class LaunchShape:
     pieces_per_block: int
     num_thread_blocks: int  # of `THREADS` each
 
-    @property
-    def kernel(self) -> str:
-        """The kernel's name in the source."""
-        return f"copy_blocks_{self.width}"
-
 
 def launch_shape(source: int, target: int, bytes_per_block: int, num_blocks: int) -> LaunchShape:
     """The widest vectors that block and addresses allow, and thread blocks for all of their pieces.

@@ -28,7 +28,7 @@ from kvtransfer.events import CachedPinned, Computed, Failed, Filled, Started, W
 from kvtransfer.exported import ExportedMemory
 from kvtransfer.messages import CachedSource, Open
 from kvtransfer.ports import HolderListener, HolderPool, HolderPort
-from kvtransfer.staging_area import STAGING_BYTES, StagingArea, StagingCopies
+from kvtransfer.staging_area import MIN_SLOTS, STAGING_BYTES, StagingArea, StagingCopies
 
 # Of all slots, what one hand-off holds at most. Half of that is copied at once: the consumer reads the other half.
 _SHARE = 4
@@ -47,9 +47,12 @@ class _Staged:
 
 
 def stage_pool(
-    port: HolderPort, memory: ExportedMemory, layout: KVLayout, instance_id: str, nbytes: int = STAGING_BYTES
+    port: HolderPort, memory: ExportedMemory, layout: KVLayout, instance_id: str, nbytes: int | None = None
 ) -> "StagedPort | None":
     """Copies of a pool on a GPU; None for a pool in host memory, which every process of its host can map anyway.
+
+    Args:
+        nbytes: of the copies; None: what suits, and at least a few blocks.
 
     Raises:
         ValueError: nbytes holds not even one block.
@@ -61,7 +64,7 @@ def stage_pool(
     from kvtransfer.cuda_ipc import CudaIpcMemory
 
     assert isinstance(memory, CudaIpcMemory), memory
-    area = StagingArea(layout, nbytes)
+    area = StagingArea(layout, nbytes or max(STAGING_BYTES, MIN_SLOTS * layout.bytes_per_block))
     copies = CudaStagingCopies(memory, area.memory.buffer, layout.bytes_per_block)
     return StagedPort(port, area, copies, instance_id)
 

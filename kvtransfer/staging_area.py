@@ -9,6 +9,7 @@ from engine.memory import KVLayout
 from kvtransfer.memfd import MemfdMemory
 
 STAGING_BYTES = 256 << 20
+MIN_SLOTS = 8  # however large blocks are: so many that a hand-off has two, one to be copied and one to be read
 
 
 class StagingArea:

@@ -1,6 +1,5 @@
 """All that a worker is told at its start: frozen, complete, validated."""
 
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -9,10 +8,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from engine.config import EngineConfig
+from engine.config import Dtype, EngineConfig, KVCacheDtype, check_device
 
-Dtype = Literal["auto", "float32", "bfloat16"]
-KVCacheDtype = Literal["auto", "fp8_e4m3"]
 ExecutorKind = Literal["torch", "hash"]
 
 
@@ -53,8 +50,7 @@ class WorkerConfig:
             raise ValueError(f"executor must be one of {', '.join(get_args(ExecutorKind))}, not {self.executor!r}")
         if self.dtype not in get_args(Dtype):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))}, not {self.dtype!r}")
-        if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
-            raise ValueError(f"device must be cpu, cuda or cuda:<number>, not {self.device!r}")
+        check_device(self.device)
         if self.kv_cache_dtype not in get_args(KVCacheDtype):
             raise ValueError(
                 f"kv_cache_dtype must be one of {', '.join(get_args(KVCacheDtype))}, not {self.kv_cache_dtype!r}"

@@ -5,12 +5,12 @@ from pathlib import Path
 from benchmarks.gpu.pools import new_pool
 from benchmarks.gpu.section import Section, Setting
 from benchmarks.gpu.tiny_model import write_tiny_model
-from engine.config import EngineConfig
+from engine.config import Dtype, EngineConfig
 from engine.engine import Engine
 from engine.offline import generate
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.torch_executor import DtypeName, TorchExecutor
+from engine.torch_executor import TorchExecutor
 
 _NUM_REQUESTS = 11  # that end at different steps: the batch shrinks through every size
 _CONFIG = EngineConfig(num_blocks=256, max_model_len=512, max_num_batched_tokens=64, max_num_seqs=16)
@@ -21,7 +21,7 @@ def run(section: Section, setting: Setting) -> None:
         section.note("there are no graphs on a CPU")
         return
     path = write_tiny_model(setting.folder / "graphs", head_dim=64)
-    dtypes: tuple[DtypeName, ...] = ("float32", "bfloat16")
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     for dtype in dtypes:
         with section.part(f"graphs {dtype}"):
             plain, replayed = (_outputs(path, setting, dtype, max_graph_batch) for max_graph_batch in (0, 12))
@@ -33,7 +33,7 @@ def run(section: Section, setting: Setting) -> None:
                 section.figure("requests equal with graphs and without, bfloat16", same, f"of {len(plain)}")
 
 
-def _outputs(path: Path, setting: Setting, dtype: DtypeName, max_graph_batch: int) -> dict[str, list[int]]:
+def _outputs(path: Path, setting: Setting, dtype: Dtype, max_graph_batch: int) -> dict[str, list[int]]:
     executor = TorchExecutor(
         path,
         dtype=dtype,

@@ -12,7 +12,7 @@ torch and compilers, which the gateway never does.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.attention.flashinfer_install import why_not_flashinfer
+from engine.attention.flashinfer_install import FLASHINFER_DTYPES, FLASHINFER_HEAD_DIMS, why_not_flashinfer
 
 if TYPE_CHECKING:
     from engine.attention.backend import AttentionBackend
@@ -26,16 +26,17 @@ BACKENDS: dict[str, str] = {
 }
 
 
-def default_backend(device_type: str, dtype: str) -> str:
+def default_backend(device_type: str, dtype: str, head_dim: int) -> str:
     """The best that can run here, by name. Reads files at most: FlashInfer is not imported to find out.
 
     Args:
         device_type: "cpu" or "cuda".
-        dtype: of queries, by name: FlashInfer has no kernels for float32.
+        dtype, head_dim: of queries; FlashInfer has kernels for some.
     """
     if device_type == "cpu":
         return "cpu"
-    return "flashinfer" if dtype != "float32" and why_not_flashinfer() is None else "triton"
+    is_served = dtype in FLASHINFER_DTYPES and head_dim in FLASHINFER_HEAD_DIMS
+    return "flashinfer" if is_served and why_not_flashinfer() is None else "triton"
 
 
 def get_backend(name: str, *, num_threads: int = 1, device: str = "cpu") -> "AttentionBackend":

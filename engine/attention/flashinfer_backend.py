@@ -26,15 +26,17 @@ import torch
 
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales, build_metadata
 from engine.attention.flashinfer_captured import CapturedSizes, Indices
-from engine.attention.flashinfer_install import path_with_own_tools, why_not_flashinfer
+from engine.attention.flashinfer_install import (
+    FLASHINFER_DTYPES,
+    FLASHINFER_HEAD_DIMS,
+    path_with_own_tools,
+    why_not_flashinfer,
+)
 from engine.attention.paged_indices import NUM_KINDS, ONE_QUERY, PagedStep, Part, paged_step
 from engine.attention.stored import stored
 from engine.executor import ScheduledRequest
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer asks for
-
-_HEAD_DIMS = (64, 128, 256)
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class FlashInferBackend:
 
 
 def _check(shape: AttentionShape) -> None:
-    if shape.dtype not in _DTYPES:
+    if str(shape.dtype).removeprefix("torch.") not in FLASHINFER_DTYPES:
         raise ValueError(
             f"attention backend flashinfer computes in bfloat16 or float16, not {shape.dtype}: use triton for that"
         )
@@ -255,8 +257,8 @@ def _check(shape: AttentionShape) -> None:
         raise ValueError(
             f"attention backend flashinfer: KV must be {shape.dtype} or float8_e4m3fn, not {shape.kv_dtype}"
         )
-    if shape.head_dim not in _HEAD_DIMS:
-        dims = ", ".join(map(str, _HEAD_DIMS))
+    if shape.head_dim not in FLASHINFER_HEAD_DIMS:
+        dims = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
         raise ValueError(
             f"attention backend flashinfer: head_dim must be one of {dims}, not {shape.head_dim}: use triton"
         )

@@ -10,6 +10,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+# What its kernels are for.
+FLASHINFER_DTYPES = ("bfloat16", "float16")
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+
 _DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
 

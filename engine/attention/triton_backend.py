@@ -1,4 +1,4 @@
-"""Attention on a GPU by Triton kernels of our own: they come with torch; a launcher is built by the C compiler that it finds.
+"""Attention on a GPU by Triton kernels of our own. They come with torch; a C compiler builds what launches them.
 
 A step is planned on the host: work lists in `triton_plan`, put on the device by `triton_step`. Then each layer launches
 at most four kernels of `triton_kernels`: one writes keys and values, one attends chunks, two attend single queries.

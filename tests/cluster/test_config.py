@@ -59,6 +59,15 @@ def test_defaults_are_allowed_values() -> None:
         ({"max_num_seq": 8}, "max_num_seq: there is no such key; did you mean max_num_seqs?"),
         ({"zebra": 8}, "zebra: there is no such key"),
         ({"device": "gpu"}, "device: must be one of cpu or cuda, not 'gpu'"),
+        ({"device": "cuda", "enforce_eager": 1}, "enforce_eager: must be true or false, not 1"),
+        (
+            {"device": "cuda", "dtype": "float32", "attention_backend": "flashinfer"},
+            "attention_backend: flashinfer has no kernels for dtype float32; triton has",
+        ),
+        (
+            {"device": "cuda", "num_blocks": 100, "gpu_memory_utilization": 0.5},
+            "gpu_memory_utilization: num_blocks is given too, and says how large the pool is",
+        ),
         (
             {"device": "cuda", "gpus_per_worker": "2"},
             "gpus_per_worker: must be 1 (a GPU each) or 0.5 (two workers share one), not '2'",

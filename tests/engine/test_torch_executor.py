@@ -3,11 +3,13 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine import torch_executor
 from engine.executor import ModelOutput, SampledToken, SamplingInput, ScheduledRequest, SchedulerOutput
 from engine.memory import PrivateMemory
 from engine.model.errors import ModelLoadError
@@ -177,6 +179,59 @@ def test_an_8_bit_cache_has_other_blocks_and_so_another_fingerprint(folder: Path
     calibrate(tmp_path, ("k_scale", "v_scale"))
     prints = [print_of(path, kv_cache_dtype=kind) for path in (folder, tmp_path) for kind in ("auto", "fp8_e4m3")]
     assert len(set(prints)) == 4
+
+
+def test_scales_are_in_the_fingerprint_whatever_is_seen_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large file samples are hashed, which may miss numbers that small."""
+    monkeypatch.setattr(torch_executor, "weights_identity", lambda files: bytes(16))
+    plain, scaled = tmp_path / "plain", tmp_path / "scaled"
+    for folder in (plain, scaled):
+        save_model(folder)
+    calibrate(scaled, ("k_scale", "v_scale"))
+    prints = [
+        TorchExecutor(path, attention_backend="reference", kv_cache_dtype=kind).layout.fingerprint
+        for path in (plain, scaled)
+        for kind in ("auto", "fp8_e4m3")
+    ]
+    assert prints[0] == prints[2], "another cache needs no scales"
+    assert prints[1] != prints[3]
+
+
+class LateMemory:
+    """Stands for a GPU's: the CPU's own, with marks."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+        self.streams: list[int] = []
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {}  # torch has no CUDA here
+
+    def record_fence(self, stream: int) -> int:
+        self.streams.append(stream)
+        return len(self.streams)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def test_a_step_that_samples_nothing_is_marked_and_one_that_does_is_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_executor, "_as_bytes", lambda memory, device: memory.bytes)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    executor = TorchExecutor(folder, block_size=BLOCK_SIZE, num_threads=1)
+    memory = LateMemory(NUM_BLOCKS * executor.layout.bytes_per_block)
+    executor.bind(memory, NUM_BLOCKS)
+    prompt = random_tokens(9)
+    chunk = executor.execute(SchedulerOutput((share("a", prompt[:8], 0, [1, 2, 3], params=None),)))
+    assert (chunk.fence, chunk.sampled, memory.streams) == (1, {}, [77])
+    last = executor.execute(SchedulerOutput((share("a", prompt, 8, [1, 2, 3]),)))
+    assert (last.fence, list(last.sampled), memory.streams) == (None, ["a"], [77])
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])

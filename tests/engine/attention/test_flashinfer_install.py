@@ -42,13 +42,19 @@ def test_the_package_is_missing_on_this_machine() -> None:
 def test_with_all_its_tools_it_is_the_default_of_a_gpu(machine: Path) -> None:
     put_all(machine)
     assert why_not_flashinfer() is None
-    assert default_backend("cuda", "bfloat16") == "flashinfer"
+    assert default_backend("cuda", "bfloat16", 128) == "flashinfer"
 
 
 def test_float32_and_a_cpu_have_other_defaults(machine: Path) -> None:
     put_all(machine)
-    assert default_backend("cuda", "float32") == "triton"
-    assert default_backend("cpu", "bfloat16") == "cpu"
+    assert default_backend("cuda", "float32", 128) == "triton"
+    assert default_backend("cpu", "bfloat16", 128) == "cpu"
+
+
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_heads_that_it_has_no_kernels_for_have_another_default(machine: Path, head_dim: int) -> None:
+    put_all(machine)
+    assert default_backend("cuda", "bfloat16", head_dim) == "triton"
 
 
 def test_ninja_may_lie_beside_the_interpreter_whoever_activated_it(machine: Path) -> None:
@@ -65,7 +71,7 @@ def test_each_missing_tool_is_named(machine: Path, tool: str, name: str) -> None
     put_all(machine)
     (machine / tool).unlink()
     assert why_not_flashinfer() == f"FlashInfer compiles its kernels at first use, and {name} cannot be found"
-    assert default_backend("cuda", "bfloat16") == "triton"
+    assert default_backend("cuda", "bfloat16", 128) == "triton"
 
 
 def test_all_that_is_missing_is_named_at_once(machine: Path) -> None:

@@ -147,3 +147,10 @@ def test_the_played_runtime_has_the_same_calls() -> None:
 def test_without_a_driver_the_first_call_says_so() -> None:
     with pytest.raises(CudaError, match=r"^getDeviceCount: cudaError\w+: .*(driver|device)"):
         cuda_runtime().device_count()
+
+
+def test_memory_is_set_before_anyone_else_reads_it() -> None:
+    """cudaMemset returns at once, on the default stream, which streams of ours do not wait for."""
+    binding = CheckedBinding()
+    _CuPyRuntime(binding).memset(7, 0, 64)
+    assert [name for name, _ in binding.called] == ["memset", "streamSynchronize"]
