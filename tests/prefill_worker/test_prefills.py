@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from engine.config import EngineConfig
 from engine.executor import ModelOutput, SchedulerOutput
 from engine.hash_executor import HashExecutor
+from engine.kvcache.block_hash import hash_blocks, root_hash
 from engine.sampling_params import SamplingParams
 from gateway_end import PATIENCE_S
-from kvtransfer.messages import Open, PrefillSource
-from kvtransfer.wire import request_to_wire
+from kvtransfer.messages import CachedSource, Complete, Open, PrefillSource, Ready
+from kvtransfer.wire import request_to_wire, response_from_wire
 from prefill_worker import PrefillWorker
 from tandem.v1 import exchange_pb2_grpc
 from worker.config import WorkerConfig
@@ -97,3 +99,40 @@ async def test_a_worker_stopped_in_the_middle_of_a_prefill_ends_with_a_whole_poo
             await computing.wait()
             await worker.stop()  # proves that nothing is held
         assert await read_to_the_end(call) is not grpc.StatusCode.OK
+
+
+async def announced_fences(address: str, open: Open) -> set[int | None]:
+    """Of the blocks that a hand-off announces until it is complete."""
+    fences: set[int | None] = set()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = exchange_pb2_grpc.KvExchangeStub(channel).Handoff()
+        await call.write(request_to_wire(open))
+        async with asyncio.timeout(PATIENCE_S):
+            async for response in call:
+                message = response_from_wire(response)
+                if isinstance(message, Complete):
+                    call.cancel()
+                    return fences
+                if isinstance(message, Ready):
+                    fences.add(message.fence)
+    raise AssertionError("the hand-off ended before it was complete")
+
+
+async def test_blocks_of_a_step_that_may_still_run_are_announced_with_its_fence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: both for those that it computes and for those that it lends out of its cache."""
+    execute = HashExecutor.execute
+
+    def execute_late(self: HashExecutor, step: SchedulerOutput) -> ModelOutput:
+        return replace(execute(self, step), fence=5)
+
+    monkeypatch.setattr(HashExecutor, "execute", execute_late)
+    worker = PrefillWorker(WorkerConfig(engine=ENGINE, worker_id="p0", executor="hash"))
+    address = await worker.start()
+    token_ids = [i % 1000 for i in range(200)]
+    assert await announced_fences(address, open_of(token_ids)) == {5}
+    hashes = hash_blocks(root_hash(b"hash-executor-v1", ""), token_ids, ENGINE.block_size)
+    cached = open_of(token_ids, handoff_id="lent", source=CachedSource(tuple(hashes)))
+    assert await announced_fences(address, cached) == {5}
+    await worker.stop()
