@@ -1,7 +1,7 @@
 """Whole hand-offs between two engines on played GPUs that do all work as late as they may.
 
-The engines are real, the model is hashes of the cache, and its writes are work of a stream: a copy that does not wait
-for the step that fills a block, or that overwrites a block which a step in flight still reads, changes tokens.
+The engines are real, the model is hashes of the cache, and its writes are work of a stream, of which only a sampled
+token is waited for: what is pulled in between is pulled before it is there, unless the fence is waited for.
 """
 
 import asyncio

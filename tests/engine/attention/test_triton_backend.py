@@ -281,3 +281,11 @@ def test_a_cpu_is_refused_unless_kernels_are_interpreted(monkeypatch: pytest.Mon
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="on cpu only under TRITON_INTERPRET=1"):
         TritonBackend(device="cpu")
+
+
+@pytest.mark.parametrize("window", [31, 33, 50])
+def test_windows_end_where_they_should_at_every_edge_of_a_tile(window: int) -> None:
+    """Chunks whose first and last windows begin just before, on and just behind a tile's first key."""
+    starts = (0, 1, 15, 16, *range(30, 34), *range(47, 51), *range(63, 67))
+    lengths = tuple((before, new) for before in starts for new in (2, 17, 33))
+    assert_as_reference(Case("", lengths, 1, 1, 16, window=window, dtype=torch.float32))
