@@ -46,26 +46,18 @@ class SideProcess:
     def __init__(self, kind: str, python: str, setup: dict[str, Any]) -> None:
         environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
         self._kind = kind
-        self._open = ExitStack()
-        # Not a pipe: nobody reads it while the side works.
-        self._said = self._open.enter_context(tempfile.TemporaryFile("w+"))
-        with ExitStack() as unless_started:
-            unless_started.push(self._open)
+        with ExitStack() as stack:
+            # Not a pipe: nobody reads it while the side works.
+            self._said = stack.enter_context(tempfile.TemporaryFile("w+"))
             # Without this package's folder in front of the path: the other side has other packages.
-            self._process = subprocess.Popen(
-                [python, "-P", str(_SIDE), kind],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,
-                text=True,
-                env=environment,
+            command = [python, "-P", str(_SIDE), kind]
+            pipe = subprocess.PIPE
+            self._process = stack.enter_context(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._said, text=True, env=environment)
             )
-            unless_started.pop_all()
-        try:
+            stack.callback(self._process.kill)
             self._ask(setup)
-        except BaseException:
-            self.close()
-            raise
+            self._open = stack.pop_all()
 
     def measure(self, seed: int, num_requests: int) -> Round:
         """
@@ -91,12 +83,6 @@ class SideProcess:
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            with suppress(BrokenPipeError):  # of what was never read
-                stream.close()
         self._open.close()
 
     def __enter__(self) -> "SideProcess":

@@ -1,8 +1,8 @@
 """One side of `blockpool`: a process that runs requests through a block pool when told to, and answers with times.
 
-Run by path, by the interpreter that has the pool: `python blockpool_side.py ours` or `… vllm`. On its input come lines of
-JSON, its setup and then jobs; it answers each with a line of `RESULT` and JSON: of a job, seconds by phase. Nothing is
-imported that the other side lacks.
+Run by path, by the interpreter that has the pool: `python blockpool_side.py ours` or `… vllm`. On its input come lines
+of JSON, its setup and then jobs; it answers each with a line of `RESULT` and JSON: of a job, seconds by phase. Nothing
+is imported that the other side lacks.
 """
 
 import gc
