@@ -38,6 +38,7 @@ class Workload:
     name: str
     max_len: int  # tokens of one sequence, prompt and output: what a system must be ready for
     requests: tuple[Lengths, ...]
+    is_as_published: bool = False  # as the paper's figures are of: they may stand beside what is found
 
 
 def sharegpt_like(num_requests: int, seed: int) -> Workload:
@@ -48,7 +49,7 @@ def sharegpt_like(num_requests: int, seed: int) -> Workload:
         for mean, spread in zip(SHAREGPT_MEANS, _SPREADS, strict=True)
     )
     requests = tuple(Lengths(p, o) for p, o in zip(prompts.tolist(), outputs.tolist(), strict=True))
-    return Workload("ShareGPT-like", SHAREGPT_MAX_LEN, requests)
+    return Workload("ShareGPT-like", SHAREGPT_MAX_LEN, requests, is_as_published=True)
 
 
 def from_traces(folder: Path, num_requests: int) -> list[Workload]:

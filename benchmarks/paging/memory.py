@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 # Kwon et al.: the share that holds tokens (figure 2) and requests in a batch (figure 13a, OPT-13B, 2 requests/s), %.
 PUBLISHED = {"max": (20.4, 7.00), "pow2": (26.8, 9.81), "oracle": (38.2, 13.62), "paged": (96.3, 30.42)}
 
-# The paper's figure: 15.7k slots for contexts of 2,048 tokens. Other workloads get as many of their longest contexts.
+# The paper's table 1: 15.7k slots for contexts of 2,048 tokens. Other workloads get as many of their longest contexts.
 CONTEXTS_IN_MEMORY = 7.68
 
 COLUMNS = (
@@ -55,22 +55,25 @@ def memory_table(workload: Workload, setting: MemorySetting) -> Table:
         f"{workload.name}: {len(workload.requests):,} requests, more than fit, in memory for {num_slots:,} tokens; "
         f"contexts of up to {workload.max_len:,}, blocks of {setting.block_size}"
     )
+    default = EngineConfig(num_blocks=2, max_model_len=2).expected_growth_tokens
     table = Table(
         f"memory of {workload.name}",
         title,
         COLUMNS,
         notes=[
-            "published: Kwon et al., figures 2 and 13a (OPT-13B, ShareGPT, 2 requests a second)",
             (
                 f"the scheduler computes at most {MAX_NUM_BATCHED_TOKENS:,} tokens a step: where prompts are long, "
                 "that and not memory may limit who runs"
             ),
+            f"growth: expected_growth_tokens, {default} unless it is said",
         ],
     )
+    if workload.is_as_published:
+        table.notes.append("published: Kwon et al., figures 2 and 13a (OPT-13B, ShareGPT, 2 requests a second)")
     baseline = None
     for name, published, occupancy in _occupancies(workload, setting, num_slots):
         baseline = baseline or occupancy.output_tokens_per_s
-        share, running = PUBLISHED.get(published, (None, None))
+        share, running = PUBLISHED.get(published if workload.is_as_published else "", (None, None))
         table.add(
             name,
             100 * occupancy.tokens,
@@ -96,9 +99,8 @@ def _occupancies(workload: Workload, setting: MemorySetting, num_slots: int) -> 
             published = name if kind == "buddy" else ""  # the paper's allocator
             yield f"{name}, {kind}", published, simulate(memory, requests, step_time)
     yield "paged", "paged", simulate(PagedMemory(num_slots, block_size), requests, step_time)
-    default = EngineConfig(num_blocks=2, max_model_len=2).expected_growth_tokens
     for growth in setting.growths:
         occupancy = simulate_scheduled(
             workload, step_time, num_slots=num_slots, block_size=block_size, expected_growth_tokens=growth
         )
-        yield f"scheduler, growth {growth}{' (default)' if growth == default else ''}", "", occupancy
+        yield f"scheduler, growth {growth}", "", occupancy

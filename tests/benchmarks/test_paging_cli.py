@@ -26,7 +26,10 @@ def test_tables_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert names[:7] == [
         "max, buddy", "pow2, buddy", "oracle, buddy", "max, first fit", "pow2, first fit", "oracle, first fit", "paged",
     ]  # fmt: skip
-    assert names[7:] == ["scheduler, growth 0", "scheduler, growth 64 (default)"]
+    assert names[7:] == ["scheduler, growth 0", "scheduler, growth 64"]
+    published = [row["published, %"] for row in written["tables"]["memory of ShareGPT-like"]["rows"]]
+    assert published == [20.4, 26.8, 38.2, None, None, None, 96.3, None, None]
+    assert {row["published, %"] for row in written["tables"]["memory of azure"]["rows"]} == {None}
     assert written["options"]["requests"] == 200
     assert str(tmp_path) not in out.read_text()
     assert "scheduler, growth 64" in capsys.readouterr().out
