@@ -1,4 +1,4 @@
-"""What a long request costs the block pool: ours beside vLLM's, in alternation on the same core.
+"""What a long request costs the block pool: ours beside vLLM's, in alternation.
 
     python -m benchmarks.blockpool --peer-python PATH [--blocks 1024] [--block-size 16] [--rounds 3] [--json FILE]
 

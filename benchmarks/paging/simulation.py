@@ -7,8 +7,8 @@ All requests are waiting when it begins. A step:
 2. waiting requests are admitted in order, until one does not fit (none in a step that preempts);
 3. time passes, by the `StepTime`; every running request has one token more, and those that are complete leave.
 
-What is measured are means over time under load: from when twice as many requests have left as the memory held when it
-was first full, until none waits any more.
+What is measured are means over time under load: from when twice as many requests have left as ever ran at once, so that
+the memory is full and its requests of all ages, until none waits any more.
 """
 
 from collections import deque
@@ -114,13 +114,12 @@ class LoadWindow:
 
     def __init__(self) -> None:
         self.num_finished = 0
-        self._threshold: int | None = None
+        self._most_running = 0
 
     def is_open(self, num_running: int, num_waiting: int) -> bool:
         """Asked once a step, after admission."""
-        if self._threshold is None and num_waiting:  # all that could come in has: it is full
-            self._threshold = self.num_finished + 2 * num_running
-        return num_waiting > 0 and self._threshold is not None and self.num_finished >= self._threshold
+        self._most_running = max(self._most_running, num_running)
+        return num_waiting > 0 and self.num_finished >= 2 * self._most_running
 
 
 @dataclass(slots=True)
