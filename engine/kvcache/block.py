@@ -87,6 +87,36 @@ class FreeBlockQueue:
         self.remove(first)
         return first
 
+    def popleft_many(self, num_blocks: int) -> list[KVCacheBlock]:
+        """The next `num_blocks` to be given out, cut out of the queue at once."""
+        assert num_blocks <= self._length, f"{num_blocks} blocks of {self._length} that are free"
+        taken: list[KVCacheBlock] = []
+        block = self._sentinel.next_free
+        for _ in range(num_blocks):
+            assert block is not None
+            taken.append(block)
+            following = block.next_free
+            block.prev_free = block.next_free = None
+            block = following
+        assert block is not None
+        self._sentinel.next_free, block.prev_free = block, self._sentinel
+        self._length -= num_blocks
+        return taken
+
+    def append_many(self, blocks: list[KVCacheBlock]) -> None:
+        """Adds the blocks as the last to be given out, in this order."""
+        last = self._sentinel.prev_free
+        assert last is not None
+        for block in blocks:
+            assert block.next_free is None, f"already in the free queue: {block}"
+            last.next_free, block.prev_free = block, last
+            last = block
+            # So that a block named twice is noticed.
+            block.next_free = self._sentinel
+        self._sentinel.prev_free = last
+        last.next_free = self._sentinel
+        self._length += len(blocks)
+
     def remove(self, block: KVCacheBlock) -> None:
         """Takes the block out, wherever it is."""
         prev_free, next_free = block.prev_free, block.next_free

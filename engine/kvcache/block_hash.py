@@ -17,6 +17,7 @@ _KEY = b"tandem.kv-cache.block-hash.v1"
 # Roots and blocks are hashed as different "persons": no salt can be chosen to look like a block.
 _ROOT_PERSON = b"root"
 _BLOCK_PERSON = b"block"
+_BLOCK_HASHER = hashlib.blake2b(digest_size=HASH_SIZE, key=_KEY, person=_BLOCK_PERSON)
 
 
 def root_hash(fingerprint: bytes, cache_salt: str = "", lora: str = "") -> BlockHash:
@@ -79,4 +80,6 @@ def _pack(token_ids: Sequence[int]) -> bytes:
 
 
 def _hash_packed(parent: BlockHash, packed: bytes) -> BlockHash:
-    return BlockHash(hashlib.blake2b(parent + packed, digest_size=HASH_SIZE, key=_KEY, person=_BLOCK_PERSON).digest())
+    hasher = _BLOCK_HASHER.copy()  # the key is taken in once
+    hasher.update(parent + packed)
+    return BlockHash(hasher.digest())

@@ -79,15 +79,15 @@ class BlockPool:
         """
         if num_blocks > len(self.free_queue):
             return None
-        block_ids = []
-        for _ in range(num_blocks):
-            block = self.free_queue.popleft()
-            if block.block_hash is not None:
-                self._num_cached -= 1
+        taken = self.free_queue.popleft_many(num_blocks)
+        evicted = [block for block in taken if block.block_hash is not None]
+        if evicted:
+            self._num_cached -= len(evicted)
+            for block in evicted:
                 self._forget(block)
+        for block in taken:
             block.ref_cnt = 1
-            block_ids.append(block.block_id)
-        return block_ids
+        return [block.block_id for block in taken]
 
     def take(self, block_ids: Sequence[int]) -> None:
         """Adds a reference to blocks that are cached or active.
@@ -111,17 +111,23 @@ class BlockPool:
         Raises:
             ValueError: more references than there are, or the null block; nothing is changed.
         """
-        counts = Counter(block_ids)
+        # A block table names each of its blocks once; counting what is named more often costs ten times as much.
+        counts = dict.fromkeys(block_ids, 1)
+        if len(counts) < len(block_ids):
+            counts = Counter(block_ids)
         for block_id, count in counts.items():
             block = self._block(block_id)
             if count > block.ref_cnt:
                 raise ValueError(f"block {block_id} is freed {count} times, but held {block.ref_cnt} times")
         # Tails first: of one chain they are the first to be evicted, and free blocks come out in order again.
+        cached: list[KVCacheBlock] = []
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
             block.ref_cnt -= 1
-            if not block.is_active:
-                self._retire(block)
+            if block.ref_cnt == 0 and block.num_active_children == 0:
+                self._retire(block, cached)
+        self.free_queue.append_many(cached)
+        self._num_cached += len(cached)
 
     def num_inactive(self, chain: Sequence[int]) -> int:
         """How many blocks of a chain (parents first) nobody holds: what taking it costs of `num_available_blocks`."""
@@ -157,10 +163,13 @@ class BlockPool:
         block.parent = parent
         block.block_hash = block_hash
         block.group_id = group_id
-        copies = self.registered[group_id].setdefault(block_hash, [])
-        copies.append(block)
-        if len(copies) == 1:
-            self._events.stored(block_hash, group_id)
+        registered = self.registered[group_id]
+        copies = registered.get(block_hash)
+        if copies is not None:
+            copies.append(block)
+            return
+        registered[block_hash] = [block]
+        self._events.stored(block_hash, group_id)
 
     def is_cached(self, block_hash: BlockHash, group_id: int = 0) -> bool:
         """Whether a block of this content is there, held or not."""
@@ -226,19 +235,21 @@ class BlockPool:
                 return
             block = parent
 
-    def _retire(self, block: KVCacheBlock) -> None:
-        """Puts a block that just lost its last holder into the queue, and then its ancestors that only it kept."""
+    def _retire(self, block: KVCacheBlock, cached: list[KVCacheBlock]) -> None:
+        """Takes in a block that just lost its last holder, and then its ancestors that only it kept.
+
+        Those with content are collected in `cached`, in the order in which they will be evicted.
+        """
         if block.block_hash is None:
             self.free_queue.prepend(block)
             return
         while True:
-            self.free_queue.append(block)
-            self._num_cached += 1
+            cached.append(block)
             parent = block.parent
             if parent is None:
                 return
             parent.num_active_children -= 1
-            if parent.is_active:
+            if parent.ref_cnt > 0 or parent.num_active_children > 0:
                 return
             block = parent
 
@@ -250,15 +261,17 @@ class BlockPool:
 
     def _unregister(self, block: KVCacheBlock) -> bool:
         """Drops the block's hash; True if it was the last copy."""
-        assert block.block_hash is not None, f"not registered: {block}"
+        block_hash = block.block_hash
+        assert block_hash is not None, f"not registered: {block}"
         assert not block.is_active, f"held, so its content stays: {block}"
         registered = self.registered[block.group_id]
-        copies = registered[block.block_hash]
-        copies.remove(block)
-        if not copies:
-            del registered[block.block_hash]
+        copies = registered[block_hash]
         block.block_hash = block.parent = block.parent_hash = None
-        return not copies
+        if len(copies) > 1:
+            copies.remove(block)
+            return False
+        del registered[block_hash]
+        return True
 
     def check_integrity(self) -> None:
         """Proves the pool whole; see `integrity`.
