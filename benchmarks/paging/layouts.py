@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.paging.report import Column, Table
-from engine.attention.cpu_kernels import Array, kernel
+from engine.cpu_code import Array, kernel
 
 X = 4  # elements of float32 in 16 bytes
 

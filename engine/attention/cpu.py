@@ -18,11 +18,26 @@ import torch.nn.functional as F
 from engine.attention import cpu_copies, cpu_kernels
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales
 from engine.attention.cpu_kernels import LayerGeometry
+from engine.cpu_code import MAX_THREADS, as_numpy
 
 # numba's threads serve one launch at a time, and end the process if two come at once.
 _launching = threading.Lock()
 
 _NO_WINDOW = 2**62
+
+
+# Of a chunk's queries so many are attended at once: they see fewer keys than the whole chunk, and those behind are not
+# computed. Measured at 512 queries: 1.4 times as fast without a context before them, 1.1 times with 512 tokens.
+_QUERIES_PER_TILE = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tile:
+    """Some queries of a chunk, and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor  # [queries, keys]: 0, or -inf where a query does not see a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +53,7 @@ class _StepPlan:
     prefills: list[int]
     largest_slot: int  # read as unsigned, so that a negative one is large
     largest_block: int
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)  # by (request, window)
+    tiles: dict[tuple[int, int | None], list[_Tile]] = field(default_factory=dict)  # by (request, window)
 
 
 class CpuBackend:
@@ -51,7 +66,7 @@ class CpuBackend:
             raise ValueError(f"num_threads must be at least 1, not {num_threads}")
         if device != "cpu":
             raise ValueError(f"attention backend cpu runs on a cpu, not on {device}")
-        self._num_threads = min(num_threads, cpu_kernels.MAX_THREADS)
+        self._num_threads = min(num_threads, MAX_THREADS)
         self._plan: _StepPlan | None = None
         self._scale = 1.0
         self._gathered = torch.empty(0)  # scratch, reused: fresh memory would cost page faults in every layer
@@ -72,7 +87,7 @@ class CpuBackend:
         # Contiguous: to numba, a view of a fused projection is another type, that is, another kernel to compile.
         k, v = (x.to(pool_layer_kv.dtype).contiguous() for x in (k, v))
         slot_mapping = self._plan.metadata.slot_mapping
-        cpu_copies.write_kv(_flat(pool_layer_kv), _as_numpy(k), _as_numpy(v), slot_mapping, geometry)
+        cpu_copies.write_kv(_flat(pool_layer_kv), as_numpy(k), as_numpy(v), slot_mapping, geometry)
 
     def attend(
         self, q: torch.Tensor, pool_layer_kv: torch.Tensor, *, window: int | None, scales: KVScales = UNSCALED
@@ -146,24 +161,25 @@ class CpuBackend:
         if self._gathered.dtype != dtype or len(self._gathered) < size:
             self._gathered = torch.empty(size, dtype=dtype)
         gathered = self._gathered[:size].view(shape)
-        cpu_copies.gather_kv(kv, plan.metadata.block_tables[r], first_key, geometry, _as_numpy(gathered))
+        cpu_copies.gather_kv(kv, plan.metadata.block_tables[r], first_key, geometry, as_numpy(gathered))
 
-        mask = None
-        if window is not None or num_queries != num_keys:
-            mask = plan.masks.get((r, window))
-            if mask is None:
-                mask = plan.masks[r, window] = _visible(num_queries, num_keys, window)
+        tiles = plan.tiles.get((r, window))
+        if tiles is None:
+            tiles = plan.tiles[r, window] = _tiles(num_queries, num_keys, window, dtype)
         # Contiguous: the last bit of a product may depend on its operands' alignment, which batch mates shift.
-        attended = F.scaled_dot_product_attention(
-            q.to(dtype).transpose(0, 1).contiguous()[None],
-            gathered[0][None],
-            gathered[1][None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
-        return attended[0].transpose(0, 1)
+        q = q.to(dtype).transpose(0, 1).contiguous()
+        attended = [
+            F.scaled_dot_product_attention(
+                q[None, :, tile.queries],
+                gathered[None, 0, :, tile.keys],
+                gathered[None, 1, :, tile.keys],
+                attn_mask=tile.mask,
+                scale=scale,
+                enable_gqa=True,
+            )[0]
+            for tile in tiles
+        ]
+        return (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).transpose(0, 1)
 
     def prepare(self, shape: AttentionShape) -> None:
         if shape.kv_dtype != shape.dtype:
@@ -217,10 +233,20 @@ def _plan_step(metadata: AttentionMetadata, num_threads: int) -> _StepPlan:
     )
 
 
-def _visible(num_queries: int, num_keys: int, window: int | None) -> torch.Tensor:
-    """[num_queries, num_keys] bool: the last query is at the last key's position."""
-    visible = torch.ones((num_queries, num_keys), dtype=torch.bool).tril(num_keys - num_queries)
-    return visible if window is None else visible.triu(num_keys - num_queries - window + 1)
+def _tiles(num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype) -> list[_Tile]:
+    """Cuts a chunk whose last query is at the last key's position."""
+    tiles = []
+    for start in range(0, num_queries, _QUERIES_PER_TILE):
+        stop = min(start + _QUERIES_PER_TILE, num_queries)
+        end = num_keys - num_queries + stop  # the last query of the tile sees keys below
+        first = 0 if window is None else max(0, end - (stop - start) - window + 1)
+        hidden = torch.ones((stop - start, end - first), dtype=torch.bool)
+        hidden = hidden.triu(end - first - (stop - start) + 1)
+        if window is not None:
+            hidden |= torch.ones_like(hidden).tril(end - first - (stop - start) - window)
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        tiles.append(_Tile(slice(start, stop), slice(first, end), mask))
+    return tiles
 
 
 def _geometry(pool_layer_kv: torch.Tensor) -> LayerGeometry:
@@ -235,10 +261,4 @@ def _geometry(pool_layer_kv: torch.Tensor) -> LayerGeometry:
 def _flat(pool_layer_kv: torch.Tensor) -> npt.NDArray[np.generic]:
     """The layer as one flat array, from its first element to its last; other layers lie in between."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(pool_layer_kv.shape, pool_layer_kv.stride(), strict=True))
-    return _as_numpy(pool_layer_kv.as_strided((span,), (1,)))
-
-
-def _as_numpy(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
-    """The tensor's memory as an array; bfloat16, which numpy lacks, as uint16."""
-    array: npt.NDArray[np.generic] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array
+    return as_numpy(pool_layer_kv.as_strided((span,), (1,)))

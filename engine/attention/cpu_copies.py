@@ -3,7 +3,8 @@
 A layer of the pool is a flat array, addressed as `cpu_kernels` tells.
 """
 
-from engine.attention.cpu_kernels import Array, LayerGeometry, kernel
+from engine.attention.cpu_kernels import LayerGeometry
+from engine.cpu_code import Array, kernel
 
 
 @kernel

@@ -4,38 +4,24 @@ A kernel sees one layer of the pool as a flat array of elements and finds a key 
 
     block_id · block_stride + side · side_stride + head · head_stride + slot · head_dim        (side: 0 keys, 1 values)
 
-bfloat16 is read as uint16: its sixteen bits are the upper half of a float32. All sums are float32.
+All sums are float32.
 
 Decode attention runs in three passes over one request's context: scores (every key row is read once for all query heads
 that share it), softmax, weighted sum of the value rows. A pool is far larger than the caches and a request's blocks lie
 anywhere in it, so reading memory is what it costs: while one block is computed, the next one named by the table is
 prefetched. Into the second level, not the first: a core has many more outstanding misses there, which alone doubled the
 throughput measured.
-
-Everything here compiles on first use and is kept on disk beside the source, so that only the first start of all pays.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Array = npt.NDArray[Any]
-
-# Threads of its own that sleep between launches: no OpenMP runtime to share with torch, nothing to install. It allows
-# one launch at a time; the caller sees to that.
-numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
-MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-
-# Sums may be reordered (or nothing vectorizes), but a NaN stays one: a broken model must not look like a sound one.
-_SAFE_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
+from engine.cpu_code import Array, as_float, kernel, parallel_kernel
 
 
 class LayerGeometry(NamedTuple):
@@ -47,31 +33,6 @@ class LayerGeometry(NamedTuple):
     block_stride: int
     side_stride: int  # from a block's keys to its values
     head_stride: int
-
-
-def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled on its first call with arguments of some types, kept on disk; runs without the GIL."""
-    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH)(function)
-    return cast("Callable[P, R]", compiled)
-
-
-def parallel_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH, parallel=True)(
-        function
-    )
-    return cast("Callable[P, R]", compiled)
-
-
-def _as_float_code(typing_context: Any, element: Any) -> Any:
-    """A pool element as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return args[0]
-        number = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], number), number(16)), ir.FloatType())
-
-    return types.float32(element), generate
 
 
 def _prefetch_code(typing_context: Any, array: Any, index: Any, line: Any) -> Any:
@@ -91,7 +52,6 @@ def _prefetch_code(typing_context: Any, array: Any, index: Any, line: Any) -> An
     return types.void(array, types.int64, types.int64), generate
 
 
-_as_float: Any = intrinsic(_as_float_code)
 _prefetch: Any = intrinsic(_prefetch_code)
 
 
@@ -155,10 +115,10 @@ def _score_rows(
             query = q[h]
             for d in range(head_dim):
                 x = query[d]
-                sum0 += x * _as_float(row0[d])
-                sum1 += x * _as_float(row1[d])
-                sum2 += x * _as_float(row2[d])
-                sum3 += x * _as_float(row3[d])
+                sum0 += x * as_float(row0[d])
+                sum1 += x * as_float(row1[d])
+                sum2 += x * as_float(row2[d])
+                sum3 += x * as_float(row3[d])
             scores[first_head + h, column + t] = sum0
             scores[first_head + h, column + t + 1] = sum1
             scores[first_head + h, column + t + 2] = sum2
@@ -171,7 +131,7 @@ def _score_rows(
             sum0 = np.float32(0.0)
             query = q[h]
             for d in range(head_dim):
-                sum0 += query[d] * _as_float(row0[d])
+                sum0 += query[d] * as_float(row0[d])
             scores[first_head + h, column + t] = sum0
         t += 1
 
@@ -202,10 +162,10 @@ def _add_weighted_rows(
             sums = acc[h]
             for d in range(head_dim):
                 # One chain of multiply-adds; neighbouring d run side by side.
-                partial = sums[d] + w0 * _as_float(row0[d])
-                partial += w1 * _as_float(row1[d])
-                partial += w2 * _as_float(row2[d])
-                sums[d] = partial + w3 * _as_float(row3[d])
+                partial = sums[d] + w0 * as_float(row0[d])
+                partial += w1 * as_float(row1[d])
+                partial += w2 * as_float(row2[d])
+                sums[d] = partial + w3 * as_float(row3[d])
         t += 4
     while t < num_rows:
         _prefetch_rows(kv, following + t * head_dim, head_dim)
@@ -214,7 +174,7 @@ def _add_weighted_rows(
             w0 = weights[first_head + h, column + t]
             sums = acc[h]
             for d in range(head_dim):
-                sums[d] += w0 * _as_float(row0[d])
+                sums[d] += w0 * as_float(row0[d])
         t += 1
 
 

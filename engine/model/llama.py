@@ -7,10 +7,13 @@ residual stream twice; at the end, only the rows that sample are multiplied with
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.attention.backend import AttentionBackend, KVScales
+from engine.cpu_code import as_numpy
+from engine.model import cpu_layer
 from engine.model.config import ModelConfig
 from engine.model.linear import Linear
 from engine.model.rope import RotaryEmbedding, rotate
@@ -22,13 +25,26 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight
         self._eps = eps
+        self._cpu_weight = as_numpy(weight) if weight.is_cpu else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:  # one kernel instead of eight
+        if self._cpu_weight is None:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-        wide = x.to(torch.float32)
-        scale = (wide * wide).mean(-1, keepdim=True).add_(self._eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self._weight)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        rows, out_rows = (as_numpy(tensor.view(-1, x.shape[-1])) for tensor in (x, out))
+        cpu_layer.rms_norm(rows, self._cpu_weight, np.float32(self._eps), out_rows)
+        return out
+
+    def after_adding(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """hidden += delta, in place; the norm of what comes out. Both [num_tokens, hidden_size], contiguous."""
+        if self._cpu_weight is None:
+            hidden += delta
+            return self(hidden)
+        out = torch.empty_like(hidden)
+        arrays = (as_numpy(hidden), as_numpy(delta), self._cpu_weight, np.float32(self._eps), as_numpy(out))
+        cpu_layer.add_rms_norm(*arrays)
+        return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +74,13 @@ class Llama:
     lm_head: Linear
     rope: RotaryEmbedding
 
+    def warm_up(self) -> None:
+        """Compiles, or loads from disk, what runs between the matrix products: before the first request, not in it."""
+        x = self.embedding.new_zeros(1, self.config.hidden_size)
+        self.norm.after_adding(x, self.norm(x))
+        positions = torch.zeros(1, dtype=torch.int64, device=x.device)
+        rotate(x.new_zeros(1, 1, self.config.head_dim), 1, *self.rope.cos_sin(positions))
+
     def forward(
         self,
         token_ids: torch.Tensor,
@@ -79,13 +102,19 @@ class Llama:
         """
         hidden = F.embedding(token_ids, self.embedding)
         cos_sin = self.rope.cos_sin(positions)
+        delta: torch.Tensor | None = None  # of the layer before: not added to the residual stream yet
         for layer, layer_kv in zip(self.layers, layer_kvs, strict=True):
-            hidden += self._attend(layer, layer.input_norm(hidden), cos_sin, attention, layer_kv)
-            gate, up = layer.gate_up(layer.post_attention_norm(hidden)).chunk(2, dim=-1)
-            hidden += layer.down(F.silu(gate).mul_(up))
+            x = layer.input_norm(hidden) if delta is None else layer.input_norm.after_adding(hidden, delta)
+            attended = self._attend(layer, x, cos_sin, attention, layer_kv)
+            x = layer.post_attention_norm.after_adding(hidden, attended)
+            gate, up = layer.gate_up(x).chunk(2, dim=-1)
+            delta = layer.down(F.silu(gate).mul_(up))
+        assert delta is not None, "a model without layers"
         if len(logit_rows) == 0:
             return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return self.lm_head(self.norm(hidden[logit_rows])).to(torch.float32)
+        # Only of these rows: for a chunk in the middle of a prompt it is none.
+        last = self.norm.after_adding(hidden[logit_rows], delta[logit_rows])
+        return self.lm_head(last).to(torch.float32)
 
     def _attend(
         self,
@@ -100,10 +129,8 @@ class Llama:
         v = heads[:, num_heads + num_kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-            qk = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
-        else:
-            qk = heads[:, : num_heads + num_kv_heads]
-        qk = rotate(qk, *cos_sin)  # both at once: a head is a head
+            heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
+        qk = rotate(heads, num_heads + num_kv_heads, *cos_sin)  # both at once: a head is a head
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         attention.write_kv(layer_kv, k, v, scales=layer.kv_scales)
         attended = attention.attend(q, layer_kv, window=layer.window, scales=layer.kv_scales)

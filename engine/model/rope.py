@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from engine.cpu_code import as_numpy
+from engine.model import cpu_layer
 from engine.model.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
@@ -39,8 +41,17 @@ class RotaryEmbedding:
         return cos, sin
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_heads, head_dim], turned; the dtype stays."""
+def rotate(heads: torch.Tensor, num_rotated: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The first `num_rotated` heads, turned; the dtype stays. On a CPU in place.
+
+    Args:
+        heads: [num_tokens, num_heads, head_dim], contiguous.
+        cos, sin: as `RotaryEmbedding.cos_sin` returns them.
+    """
+    if heads.is_cpu:
+        cpu_layer.rotate(as_numpy(heads), num_rotated, cos[:, 0].numpy(), sin[:, 0].numpy())
+        return heads[:, :num_rotated]
+    heads = heads[:, :num_rotated]
     first, second = heads.to(torch.float32).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 

@@ -31,7 +31,9 @@ def load_llama(
         ModelLoadError: a file or tensor is missing, damaged, misshapen or of a type that is not supported.
     """
     with torch.inference_mode(), open_source(path, config) as source:
-        return _Builder(config, source, dtype, torch.device(device), with_kv_scales).model()
+        model = _Builder(config, source, dtype, torch.device(device), with_kv_scales).model()
+        model.warm_up()
+        return model
 
 
 class _Builder:

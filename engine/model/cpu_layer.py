@@ -1,0 +1,74 @@
+"""What a layer does between its matrix products, as machine code: one pass over memory each, whatever the batch.
+
+torch takes some eight calls for a norm and twelve for a rotation; with a batch of one request their overhead, and with
+a long prompt their passes over memory, are a good part of a step. Roundings are where torch has them: in bfloat16 every
+result of an operation is one.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from engine.cpu_code import Array, as_element, as_float, kernel
+
+
+@kernel
+def rms_norm(x: Array, weight: Array, eps: Any, out: Array) -> None:
+    """x / √(mean(x²) + eps) · weight
+
+    Args:
+        x, out: [num_rows, size], contiguous, of one type.
+        weight: [size], of the same.
+        eps: float32.
+    """
+    num_rows, size = x.shape
+    for i in range(num_rows):
+        total = np.float32(0.0)
+        for j in range(size):
+            value = as_float(x[i, j])
+            total += value * value
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        for j in range(size):
+            scaled = as_element(as_float(x[i, j]) * scale, x[i, j])
+            out[i, j] = as_element(as_float(scaled) * as_float(weight[j]), x[i, j])
+
+
+@kernel
+def add_rms_norm(hidden: Array, delta: Array, weight: Array, eps: Any, out: Array) -> None:
+    """hidden += delta, in place; then `rms_norm` of it, by the same arithmetic.
+
+    Args:
+        hidden, delta, out: [num_rows, size], contiguous, of one type.
+    """
+    num_rows, size = hidden.shape
+    for i in range(num_rows):
+        total = np.float32(0.0)
+        for j in range(size):
+            sum_ = as_element(as_float(hidden[i, j]) + as_float(delta[i, j]), hidden[i, j])
+            hidden[i, j] = sum_
+            value = as_float(sum_)
+            total += value * value
+        scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        for j in range(size):
+            scaled = as_element(as_float(hidden[i, j]) * scale, hidden[i, j])
+            out[i, j] = as_element(as_float(scaled) * as_float(weight[j]), hidden[i, j])
+
+
+@kernel
+def rotate(heads: Array, num_rotated: int, cos: Array, sin: Array) -> None:
+    """Turns pairs of dimensions (i, i + head_dim / 2) of the first heads of each row, in place.
+
+    Args:
+        heads: [num_rows, num_heads, head_dim], contiguous.
+        num_rotated: how many heads.
+        cos, sin: [num_rows, head_dim / 2] float32.
+    """
+    num_rows, _, head_dim = heads.shape
+    half = head_dim // 2
+    for i in range(num_rows):
+        for h in range(num_rotated):
+            first, second = heads[i, h, :half], heads[i, h, half:]
+            for d in range(half):
+                a, b = as_float(first[d]), as_float(second[d])
+                first[d] = as_element(a * cos[i, d] - b * sin[i, d], heads[i, h, d])
+                second[d] = as_element(b * cos[i, d] + a * sin[i, d], heads[i, h, d])
