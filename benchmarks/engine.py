@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -32,12 +33,26 @@ class Bench:
     """An engine with the model loaded; every measurement begins with an empty cache unless it says otherwise."""
 
     def __init__(self, dtype: str, threads: int) -> None:
-        executor = TorchExecutor(
+        began = time.perf_counter()
+        self.executor = executor = TorchExecutor(
             resolve_model(EMBEDDED_MODEL), dtype=dtype, block_size=16, num_threads=threads  # type: ignore[arg-type]
         )  # fmt: skip
         config = EngineConfig(num_blocks=1024, max_model_len=4096, max_num_batched_tokens=512)
         self._engine = Engine(config, executor, PrivateMemory(config.num_blocks * executor.layout.bytes_per_block))
         self._num_requests = 0
+        self.ready_s = time.perf_counter() - began
+
+    def floor_ms(self, num_tokens: int) -> float:
+        """Of a step of so many tokens that all sample: its matrix products alone, one after the other."""
+        model = self.executor.model
+        linears = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        linears.append(model.lm_head)
+        with torch.inference_mode():
+            rows = [torch.randn(num_tokens, linear.in_features).to(model.embedding.dtype) for linear in linears]
+            start = time.perf_counter()
+            for linear, x in zip(linears, rows, strict=True):
+                linear(x)
+            return 1000 * (time.perf_counter() - start)
 
     def add(self, num_prompt_tokens: int, max_tokens: int, seed: int) -> None:
         """A request with a prompt of its own for each seed."""
@@ -46,15 +61,15 @@ class Bench:
         self._num_requests += 1
         self._engine.add_request(Request(str(self._num_requests), prompt, params, arrival_time=time.monotonic()))
 
-    def step(self) -> int:
-        """The number of tokens that it gave."""
-        return len(self._engine.step(time.monotonic()).outputs)
+    def step(self) -> list[str]:
+        """The requests that it gave a token."""
+        return [output.request_id for output in self._engine.step(time.monotonic()).outputs]
 
     def finish(self) -> int:
         """All requests to their ends; the number of tokens they still gave."""
         tokens = 0
         while self._engine.has_work:
-            tokens += self.step()
+            tokens += len(self.step())
         return tokens
 
     def clear(self) -> None:
@@ -66,9 +81,9 @@ def decode(batch: int) -> Measure:
         bench.clear()
         for seed in range(batch):
             bench.add(128, 128, seed)
-        given = 0
-        while given < batch:  # until every prompt is computed
-            given += bench.step()
+        begun: set[str] = set()
+        while len(begun) < batch:  # until every prompt is computed
+            begun.update(bench.step())
         start = time.perf_counter()
         tokens = bench.finish()
         return tokens / (time.perf_counter() - start)
@@ -102,6 +117,16 @@ def ttft(*, hit: bool) -> Measure:
     return measure
 
 
+def over_floor(batch: int) -> Measure:
+    """Time of a decode step over that of its matrix products, measured just before."""
+
+    def measure(bench: Bench) -> float:
+        floor_ms = statistics.median(bench.floor_ms(batch) for _ in range(9))
+        return 1000 * batch / decode(batch)(bench) / floor_ms
+
+    return measure
+
+
 MEASURES: dict[str, tuple[str, Measure]] = {
     "decode, batch 1": ("tok/s", decode(1)),
     "decode, batch 8": ("tok/s", decode(8)),
@@ -110,6 +135,9 @@ MEASURES: dict[str, tuple[str, Measure]] = {
     "prefill, 8 × 512": ("tok/s", prefill(8, 512)),
     "TTFT, 1,024 tokens, miss": ("ms", ttft(hit=False)),
     "TTFT, 1,024 tokens, hit": ("ms", ttft(hit=True)),
+    "decode step / products, batch 1": ("×", over_floor(1)),
+    "decode step / products, batch 8": ("×", over_floor(8)),
+    "decode step / products, batch 32": ("×", over_floor(32)),
 }
 
 
@@ -123,12 +151,12 @@ def main() -> None:
 
     bench = Bench(arguments.dtype, arguments.threads)
     table = Table("", "median", "least", "most", "unit", title=f"{arguments.dtype}, {arguments.threads} thread(s)")
-    results: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, object]] = {"ready": {"unit": "s", "median": bench.ready_s}}
     for name, (unit, measure) in MEASURES.items():
         measure(bench)
         values = [measure(bench) for _ in range(arguments.repeat)]
         results[name] = {"unit": unit, "median": statistics.median(values), "values": values}
-        table.add_row(name, *(f"{v:,.0f}" for v in (statistics.median(values), min(values), max(values))), unit)
+        table.add_row(name, *(f"{v:,.4g}" for v in (statistics.median(values), min(values), max(values))), unit)
     Console().print(table)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

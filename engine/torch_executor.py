@@ -20,9 +20,11 @@ from engine.config import Dtype, KVCacheDtype, check_device
 from engine.cuda.device_copy import DeviceCopy
 from engine.cuda.graphs import DecodeGraphs
 from engine.executor import ModelOutput, SampledToken, SamplingInput, SchedulerOutput
+from engine.huge_pages import collapse_into_huge_pages
 from engine.memory import DeviceMemory, HostMemory, KVLayout, PoolMemory
 from engine.model.config import ModelConfig
 from engine.model.fingerprint import fingerprint, weights_identity
+from engine.model.llama import Llama
 from engine.model.tensor_source import weight_files
 from engine.model.weights import load_llama
 from engine.sampling.sampler import Sampler
@@ -99,6 +101,8 @@ class TorchExecutor:
         self._model = load_llama(
             model_path, self.config, self._dtype, self._device, with_kv_scales=self._kv_dtype != self._dtype
         )
+        if not on_gpu:
+            collapse_into_huge_pages()
         self._sampler = _make_sampler(self._device)
         self._layout = KVLayout(
             block_size=block_size,
@@ -121,6 +125,11 @@ class TorchExecutor:
     def dtype(self) -> str:
         """Of weights and activations: "float32" or "bfloat16"."""
         return _name(self._dtype)
+
+    @property
+    def model(self) -> Llama:
+        """The weights and what is computed with them."""
+        return self._model
 
     @property
     def item_bytes(self) -> int:
