@@ -55,6 +55,7 @@ class Membership:
         self._reference: WorkerInfo | None = None
         self._changed = asyncio.Event()
         self.is_closed = False
+        self.expects_losses = False
 
     @property
     def clock(self) -> Clock:
@@ -78,6 +79,10 @@ class Membership:
                 del self._links[address]
                 await link.close()
                 self._notify()
+
+    def expect_losses(self) -> None:
+        """From now on a worker that goes is no news: everything is ending."""
+        self.expects_losses = True
 
     async def close(self) -> None:
         """Removes all workers, for good: requests in flight are told that the server is shutting down."""

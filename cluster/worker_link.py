@@ -57,6 +57,11 @@ class WorkerMismatch(ValueError):
 class LinkListener(Protocol):
     """Who is told what becomes of a worker. All calls are made on the loop."""
 
+    @property
+    def expects_losses(self) -> bool:
+        """Whether the loss of a worker is no news: everything is ending."""
+        ...
+
     def admit(self, link: "WorkerLink", info: WorkerInfo) -> None:
         """Raises `WorkerMismatch` to refuse the worker."""
         ...
@@ -126,7 +131,7 @@ class WorkerLink:
             except wire.WireError as exc:
                 error = f"{self.address} broke the protocol: {exc}"
             if error != self.last_error:  # said once, not at every retry
-                logger.warning("%s", error)
+                logger.log(logging.INFO if self._listener.expects_losses else logging.WARNING, "%s", error)
             self.last_error = error
             self._listener.failed(self)
             await sleep(self._clock, self._backoff.next_delay())

@@ -97,12 +97,15 @@ def _require_gpus(plan: WorkerPlan) -> None:
 async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
     told_to_stop, at_once = asyncio.Event(), asyncio.Event()
     notes = Console(stderr=True, highlight=False)
+    expect_losses: Callable[[], None] = told_to_stop.set  # until there is anybody to lose
 
     def on_signal() -> None:
         if told_to_stop.is_set():
             at_once.set()
         else:
             notes.print("Ending: requests in flight may finish. Ctrl-C once more ends at once.")
+            # A signal to the whole group ends workers too, perhaps before anything here has been closed.
+            expect_losses()
         told_to_stop.set()
 
     def take_signals() -> None:
@@ -114,6 +117,7 @@ async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
     from cluster.cli.serving import Serving
 
     serving = Serving(config, plan, on_ray_started=take_signals)
+    expect_losses = serving.membership.expect_losses
     try:
         with notes.status(f"Starting {_count(plan)} of {config.model_name}"):
             started = await _start_unless(told_to_stop, serving)

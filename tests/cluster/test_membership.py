@@ -91,6 +91,22 @@ async def test_an_unknown_role_is_refused() -> None:
         assert "unknown role" in (link.last_error or "")
 
 
+@pytest.mark.parametrize("ending", [False, True])
+async def test_a_worker_that_is_lost_is_warned_of_unless_everything_is_ending(
+    ending: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fake_cluster("p0 d0") as c:
+        link = c.membership._links[c.workers["d0"].address]
+        if ending:
+            c.membership.expect_losses()
+        with caplog.at_level(logging.INFO, "cluster.worker_link"):
+            await c.workers["d0"].kill()
+            while link.last_error is None:
+                await asyncio.sleep(0)
+        levels = {record.levelno for record in caplog.records if "was lost" in record.getMessage()}
+        assert levels == {logging.INFO if ending else logging.WARNING}
+
+
 async def test_a_worker_that_is_not_there_yet_is_found_when_it_comes(caplog: pytest.LogCaptureFixture) -> None:
     async with fake_cluster("d0", automatic=True) as c:
         placeholder = FakeWorker("d1")
