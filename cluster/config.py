@@ -18,6 +18,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from engine.config import Dtype, KVCacheDtype
+
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 16
 # A GPU computes thousands of tokens in the time that a core takes for one.
 _DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
@@ -70,7 +72,7 @@ class ClusterConfig(BaseModel):
     served_model_name: str | None = Field(
         None, min_length=1, description="The name that clients use. (default: the model as given)"
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Dtype = Field(
         "auto", description="Of computing and of the KV cache; auto: float32 on a CPU, bfloat16 on a GPU."
     )
 
@@ -81,7 +83,7 @@ class ClusterConfig(BaseModel):
     gpu_memory_utilization: Annotated[_Float, Field(gt=0, le=1)] = Field(
         0.9, description="Of a GPU's memory, what its workers may take."
     )
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+    kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="Of the KV cache alone; auto: dtype. fp8_e4m3 takes half of it, on a GPU."
     )
     attention_backend: Literal["auto", "cpu", "reference", "triton", "flashinfer"] = Field(

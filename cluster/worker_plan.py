@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.worker_info import Role
-from engine.config import Dtype, EngineConfig
+from engine.config import EngineConfig, resolved_dtype
 from engine.kvcache.slots import num_blocks_for
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelLoadError
@@ -19,7 +19,6 @@ from worker.config import WorkerConfig
 DEFAULT_POOL_BYTES = 1 << 30
 # A default never takes more than this to hold a second context: models of long contexts would take the whole machine.
 _MAX_DEFAULT_POOL_BYTES = 4 << 30
-_DEFAULT_DTYPES: dict[str, Dtype] = {"cpu": "float32", "cuda": "bfloat16"}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 
 
@@ -78,7 +77,7 @@ def plan_workers(config: ClusterConfig, num_cores: int | None = None) -> WorkerP
         model = ModelConfig.load(path)
     except (FileNotFoundError, ModelLoadError) as exc:
         raise ConfigError(f"model: {exc}") from exc
-    dtype = _dtype(config)
+    dtype = resolved_dtype(config.dtype, config.device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     bytes_per_block = model.bytes_per_block(config.block_size, _ITEM_BYTES[kv_dtype])
     engine = _engine_config(config, model, bytes_per_block)
@@ -93,10 +92,6 @@ def plan_workers(config: ClusterConfig, num_cores: int | None = None) -> WorkerP
         for i in range(count)
     ]
     return WorkerPlan(tuple(workers), bytes_per_block)
-
-
-def _dtype(config: ClusterConfig) -> Dtype:
-    return _DEFAULT_DTYPES[config.device] if config.dtype == "auto" else config.dtype
 
 
 def _engine_config(config: ClusterConfig, model: ModelConfig, bytes_per_block: int) -> EngineConfig:
@@ -141,7 +136,7 @@ def _worker_config(
         worker_id=worker_id,
         model=model,
         served_model_name=config.model_name,
-        dtype=_dtype(config),
+        dtype=resolved_dtype(config.dtype, config.device),
         device=config.device,
         attention_backend=config.attention_backend,
         kv_cache_dtype=config.kv_cache_dtype,

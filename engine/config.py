@@ -10,6 +10,16 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "fp8_e4m3"]
 
 
+def resolved_dtype(dtype: Dtype, device: str) -> Literal["float32", "bfloat16"]:
+    """What "auto" is on a device ("cpu", "cuda", "cuda:1"): whoever plans a pool and who fills it must agree.
+
+    On a CPU it is float32, whatever the weights are stored in: there the same tokens everywhere come before speed.
+    """
+    if dtype == "auto":
+        return "float32" if device == "cpu" else "bfloat16"
+    return dtype
+
+
 def check_device(name: str) -> None:
     """
     Raises:

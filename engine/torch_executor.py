@@ -16,7 +16,7 @@ import torch
 
 from engine.attention import default_backend, get_backend
 from engine.attention.backend import AttentionMetadata, AttentionShape, build_metadata
-from engine.config import Dtype, KVCacheDtype, check_device
+from engine.config import Dtype, KVCacheDtype, check_device, resolved_dtype
 from engine.cuda.device_copy import DeviceCopy
 from engine.cuda.graphs import DecodeGraphs
 from engine.executor import ModelOutput, SampledToken, SamplingInput, SchedulerOutput
@@ -37,9 +37,8 @@ class TorchExecutor:
 
     Args:
         model_path: a folder or a GGUF file, as `resolve_model` returns it.
-        dtype: of weights and activations, and of KV blocks unless `kv_cache_dtype` says otherwise. "auto" is bfloat16
-            on a GPU, and float32 on a CPU, whatever the weights are stored in: there the same tokens everywhere come
-            before speed.
+        dtype: of weights and activations, and of KV blocks unless `kv_cache_dtype` says otherwise. "auto": see
+            `engine.config.resolved_dtype`.
         device: "cpu", or a GPU as torch names it ("cuda", "cuda:1").
         attention_backend: a name in `engine.attention.BACKENDS`; "auto": the best that can run here.
         num_threads: for the whole process; None leaves what torch has chosen.
@@ -77,7 +76,7 @@ class TorchExecutor:
             torch.set_num_threads(num_threads)
         self._device = _checked_device(device)
         on_gpu = self._device.type == "cuda"
-        self._dtype = _DTYPES[("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype]
+        self._dtype = _DTYPES[resolved_dtype(dtype, device)]
         self._kv_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8_e4m3" else self._dtype
         self.config = ModelConfig.load(model_path)
         if attention_backend == "auto":
