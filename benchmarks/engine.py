@@ -2,9 +2,8 @@
 
     python -m benchmarks.engine [--dtype float32] [--threads 1] [--repeat 3] [--json FILE]
 
-Decode: tokens a second over all sequences of a batch, prompt 128 and output 128 tokens. Prefill: prompt tokens a
-second. TTFT: from the request to its first token, of a prompt of 1,024 tokens; a hit finds all but its last block
-cached. Medians of `--repeat` runs, after one that warms up.
+What is measured: `benchmarks.measures`; and how far a decode step is from its matrix products alone. Medians of
+`--repeat` runs, after one that warms up.
 """
 
 import argparse
@@ -18,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measures import MEASURES, decode, prompt
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import PrivateMemory
@@ -26,11 +26,9 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.torch_executor import TorchExecutor
 
-Measure = Callable[["Bench"], float]
-
 
 class Bench:
-    """An engine with the model loaded; every measurement begins with an empty cache unless it says otherwise."""
+    """Our engine. Implements `measures.MeasuredEngine`."""
 
     def __init__(self, dtype: str, threads: int) -> None:
         began = time.perf_counter()
@@ -55,18 +53,16 @@ class Bench:
             return 1000 * (time.perf_counter() - start)
 
     def add(self, num_prompt_tokens: int, max_tokens: int, seed: int) -> None:
-        """A request with a prompt of its own for each seed."""
-        prompt = [1000 + (seed * 7919 + i * i * 31 + i) % 40_000 for i in range(num_prompt_tokens)]
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self._num_requests += 1
-        self._engine.add_request(Request(str(self._num_requests), prompt, params, arrival_time=time.monotonic()))
+        self._engine.add_request(
+            Request(str(self._num_requests), prompt(num_prompt_tokens, seed), params, arrival_time=time.monotonic())
+        )
 
     def step(self) -> list[str]:
-        """The requests that it gave a token."""
         return [output.request_id for output in self._engine.step(time.monotonic()).outputs]
 
     def finish(self) -> int:
-        """All requests to their ends; the number of tokens they still gave."""
         tokens = 0
         while self._engine.has_work:
             tokens += len(self.step())
@@ -76,48 +72,7 @@ class Bench:
         self._engine.clear_cache()
 
 
-def decode(batch: int) -> Measure:
-    def measure(bench: Bench) -> float:
-        bench.clear()
-        for seed in range(batch):
-            bench.add(128, 128, seed)
-        begun: set[str] = set()
-        while len(begun) < batch:  # until every prompt is computed
-            begun.update(bench.step())
-        start = time.perf_counter()
-        tokens = bench.finish()
-        return tokens / (time.perf_counter() - start)
-
-    return measure
-
-
-def prefill(batch: int, length: int) -> Measure:
-    def measure(bench: Bench) -> float:
-        bench.clear()
-        start = time.perf_counter()
-        for seed in range(batch):
-            bench.add(length, 1, seed)
-        bench.finish()
-        return batch * length / (time.perf_counter() - start)
-
-    return measure
-
-
-def ttft(*, hit: bool) -> Measure:
-    def measure(bench: Bench) -> float:
-        bench.clear()
-        if hit:
-            bench.add(1024, 1, seed=1)
-            bench.finish()
-        start = time.perf_counter()
-        bench.add(1024, 1, seed=1)
-        bench.finish()
-        return 1000 * (time.perf_counter() - start)
-
-    return measure
-
-
-def over_floor(batch: int) -> Measure:
+def over_floor(batch: int) -> Callable[["Bench"], float]:
     """Time of a decode step over that of its matrix products, measured just before."""
 
     def measure(bench: Bench) -> float:
@@ -127,14 +82,8 @@ def over_floor(batch: int) -> Measure:
     return measure
 
 
-MEASURES: dict[str, tuple[str, Measure]] = {
-    "decode, batch 1": ("tok/s", decode(1)),
-    "decode, batch 8": ("tok/s", decode(8)),
-    "decode, batch 32": ("tok/s", decode(32)),
-    "prefill, 1 × 1,024": ("tok/s", prefill(1, 1024)),
-    "prefill, 8 × 512": ("tok/s", prefill(8, 512)),
-    "TTFT, 1,024 tokens, miss": ("ms", ttft(hit=False)),
-    "TTFT, 1,024 tokens, hit": ("ms", ttft(hit=True)),
+OWN_MEASURES = {
+    **MEASURES,
     "decode step / products, batch 1": ("×", over_floor(1)),
     "decode step / products, batch 8": ("×", over_floor(8)),
     "decode step / products, batch 32": ("×", over_floor(32)),
@@ -152,7 +101,7 @@ def main() -> None:
     bench = Bench(arguments.dtype, arguments.threads)
     table = Table("", "median", "least", "most", "unit", title=f"{arguments.dtype}, {arguments.threads} thread(s)")
     results: dict[str, dict[str, object]] = {"ready": {"unit": "s", "median": bench.ready_s}}
-    for name, (unit, measure) in MEASURES.items():
+    for name, (unit, measure) in OWN_MEASURES.items():
         measure(bench)
         values = [measure(bench) for _ in range(arguments.repeat)]
         results[name] = {"unit": unit, "median": statistics.median(values), "values": values}

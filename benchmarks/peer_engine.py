@@ -1,6 +1,6 @@
-"""The measurements of `benchmarks.engine` on vLLM, by the interpreter that has it. Imports nothing of ours.
+"""The measurements of `benchmarks.engine` on vLLM, by the interpreter that has it. Imports nothing of our engine.
 
-    VLLM_PYTHON benchmarks/peer_engine.py MODEL_FOLDER --dtype bfloat16 --json FILE
+    VLLM_PYTHON -m benchmarks.peer_engine MODEL_FOLDER --dtype bfloat16 --json FILE
 
 One thread on the cores that the process may run on, one process, compiled (vLLM's default), prefix cache on, block size
 32. `benchmarks.versus` runs it beside ours and prints ratios.
@@ -12,7 +12,8 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+
+from benchmarks.measures import MEASURES, prompt
 
 # Before vLLM is imported. One process, so that a step can be seen.
 _ENVIRONMENT = {
@@ -25,7 +26,7 @@ _ENVIRONMENT = {
 
 
 class Peer:
-    """vLLM's engine, one step at a time."""
+    """vLLM's engine. Implements `measures.MeasuredEngine`."""
 
     def __init__(self, model: str, dtype: str) -> None:
         from vllm import LLM, SamplingParams
@@ -43,64 +44,23 @@ class Peer:
         self._num_requests = 0
 
     def add(self, num_prompt_tokens: int, max_tokens: int, seed: int) -> None:
-        prompt = [1000 + (seed * 7919 + i * i * 31 + i) % 40_000 for i in range(num_prompt_tokens)]
         params = self._params(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         self._num_requests += 1
-        self._llm.llm_engine.add_request(str(self._num_requests), {"prompt_token_ids": prompt}, params)
+        tokens = {"prompt_token_ids": prompt(num_prompt_tokens, seed)}
+        self._llm.llm_engine.add_request(str(self._num_requests), tokens, params)
 
-    def step(self) -> dict[str, int]:
-        """How many tokens each request that advanced has now."""
-        return {out.request_id: len(out.outputs[0].token_ids) for out in self._llm.llm_engine.step()}
+    def step(self) -> list[str]:
+        # One token each: nothing is speculated.
+        return [output.request_id for output in self._llm.llm_engine.step()]
 
-    def finish(self) -> None:
+    def finish(self) -> int:
+        tokens = 0
         while self._llm.llm_engine.has_unfinished_requests():
-            self._llm.llm_engine.step()
+            tokens += len(self.step())
+        return tokens
 
     def clear(self) -> None:
         self._llm.reset_prefix_cache()
-
-
-def decode(peer: Peer, batch: int) -> float:
-    peer.clear()
-    for seed in range(batch):
-        peer.add(128, 128, seed)
-    counts: dict[str, int] = {}
-    while len(counts) < batch:
-        counts |= peer.step()
-    given, start = sum(counts.values()), time.perf_counter()
-    peer.finish()
-    return (batch * 128 - given) / (time.perf_counter() - start)
-
-
-def prefill(peer: Peer, batch: int, length: int) -> float:
-    peer.clear()
-    start = time.perf_counter()
-    for seed in range(batch):
-        peer.add(length, 1, seed)
-    peer.finish()
-    return batch * length / (time.perf_counter() - start)
-
-
-def ttft(peer: Peer, *, hit: bool) -> float:
-    peer.clear()
-    if hit:
-        peer.add(1024, 1, seed=1)
-        peer.finish()
-    start = time.perf_counter()
-    peer.add(1024, 1, seed=1)
-    peer.finish()
-    return 1000 * (time.perf_counter() - start)
-
-
-MEASURES: dict[str, tuple[str, Any]] = {
-    "decode, batch 1": ("tok/s", lambda peer: decode(peer, 1)),
-    "decode, batch 8": ("tok/s", lambda peer: decode(peer, 8)),
-    "decode, batch 32": ("tok/s", lambda peer: decode(peer, 32)),
-    "prefill, 1 × 1,024": ("tok/s", lambda peer: prefill(peer, 1, 1024)),
-    "prefill, 8 × 512": ("tok/s", lambda peer: prefill(peer, 8, 512)),
-    "TTFT, 1,024 tokens, miss": ("ms", lambda peer: ttft(peer, hit=False)),
-    "TTFT, 1,024 tokens, hit": ("ms", lambda peer: ttft(peer, hit=True)),
-}
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     ours_command = [sys.executable, "-m", "benchmarks.engine", "--dtype", arguments.dtype, "--repeat", "1"]
-    peer_command = [arguments.peer_python, "benchmarks/peer_engine.py", arguments.peer_model]
+    peer_command = [arguments.peer_python, "-m", "benchmarks.peer_engine", arguments.peer_model]
     peer_command += ["--dtype", arguments.dtype]
     peer_environment = {"LD_PRELOAD": arguments.preload, "VLLM_CPU_OMP_THREADS_BIND": str(arguments.core)}
     rounds: list[tuple[Results, Results]] = []

@@ -169,10 +169,7 @@ class FlashInferBackend:
                     torch.from_numpy(part.kv_indptr),
                     pages,
                     torch.from_numpy(part.last_page_len),
-                    self._shape.num_heads,
-                    self._shape.num_kv_heads,
-                    self._shape.head_dim,
-                    self._shape.block_size,
+                    *self._heads(),
                     causal=True,
                     **self._options(window),
                 )
@@ -185,12 +182,15 @@ class FlashInferBackend:
             torch.from_numpy(part.kv_indptr),
             pages,
             torch.from_numpy(part.last_page_len),
-            self._shape.num_heads,
-            self._shape.num_kv_heads,
-            self._shape.head_dim,
-            self._shape.block_size,
+            *self._heads(),
             **self._options(window),
         )
+
+    def _heads(self) -> tuple[int, int, int, int]:
+        """What every plan is told of the model, in FlashInfer's order."""
+        assert self._shape is not None
+        shape = self._shape
+        return shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
 
     def _options(self, window: int | None) -> dict[str, Any]:
         assert self._shape is not None
