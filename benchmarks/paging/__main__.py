@@ -13,9 +13,10 @@ from rich.console import Console
 
 from benchmarks.paging.lengths import Workload, from_traces, sharegpt_like
 from benchmarks.paging.memory import MemorySetting, memory_table
-from benchmarks.paging.plots import NoMatplotlib, load_pyplot, plot
+from benchmarks.paging.plots import plot
 from benchmarks.paging.report import Table
 from benchmarks.paging.simulation import A100_OPT_13B, StepTime
+from benchmarks.pyplot import NoMatplotlib, load_pyplot
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,31 +1,14 @@
 """Tables as pictures, if matplotlib is there; nothing else needs it."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.paging.report import Table
+from benchmarks.pyplot import load_pyplot, save
 
 _SHARES = ("holds tokens, %", "for later tokens, %", "never used, %", "free, %")
 _COLORS = ("#2b6cb0", "#90cdf4", "#e53e3e", "#e2e8f0")
-
-
-class NoMatplotlib(Exception):
-    """Plots were asked for, and matplotlib is not installed; the message says how to."""
-
-
-def load_pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files.
-
-    Raises:
-        NoMatplotlib: it is not installed.
-    """
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ModuleNotFoundError as error:
-        raise NoMatplotlib("plots need matplotlib: pip install matplotlib, or leave --plots out") from error
 
 
 def plot(tables: Sequence[Table], folder: Path) -> list[Path]:
@@ -36,16 +19,13 @@ def plot(tables: Sequence[Table], folder: Path) -> list[Path]:
         OSError: the folder cannot be written.
     """
     pyplot = load_pyplot()
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for table in tables:
         draw = next((draw for prefix, draw in _DRAWN.items() if table.name.startswith(prefix)), None)
         if draw is None:
             continue
         figure = draw(pyplot, table)
-        paths.append(folder / f"{table.name.replace(',', '').replace(' ', '-').lower()}.png")
-        figure.savefig(paths[-1], dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
+        paths.append(save(figure, folder / f"{table.name.replace(',', '').replace(' ', '-').lower()}.png"))
     return paths
 
 
