@@ -15,8 +15,8 @@ import csv
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -68,7 +68,25 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return [TraceRequest((r.ticks - began) / _TICKS_PER_S, r.input_len, r.output_len, r.hash_ids) for r in rows]
 
 
-def prompt_token_ids(request: TraceRequest, index: int, vocab_size: int) -> list[int]:
+def scaled(request: TraceRequest, block_size: int) -> TraceRequest:
+    """A request as much shorter, or longer, as `block_size` is than the trace's; what prompts share shrinks with them.
+
+    Args:
+        block_size: tokens that a hash id stands for afterwards.
+    """
+    input_len = -(-request.input_len * block_size // MOONCAKE_BLOCK_SIZE)
+    output_len = max(1, round(request.output_len * block_size / MOONCAKE_BLOCK_SIZE))
+    return replace(request, input_len=input_len, output_len=output_len)
+
+
+def prompt_token_ids(
+    request: TraceRequest,
+    index: int,
+    token_ids: Sequence[int],
+    *,
+    block_size: int = MOONCAKE_BLOCK_SIZE,
+    salt: str = "",
+) -> list[int]:
     """A prompt that shares prefixes as the trace's requests do.
 
     Tokens are drawn by hash id, so equal ids are equal tokens; a last block that is filled in part is the beginning of
@@ -76,13 +94,16 @@ def prompt_token_ids(request: TraceRequest, index: int, vocab_size: int) -> list
 
     Args:
         index: of the request in its trace; what tells those without ids apart.
+        token_ids: that tokens are drawn from.
+        block_size: tokens that a hash id stands for.
+        salt: prompts of different salts share nothing, as if they came from different traces.
     """
     if not request.hash_ids:
-        return random.Random(f"request {index}").choices(range(vocab_size), k=request.input_len)
-    token_ids: list[int] = []
-    for hash_id in request.hash_ids:
-        token_ids += random.Random(f"block {hash_id}").choices(range(vocab_size), k=MOONCAKE_BLOCK_SIZE)
-    return token_ids[: request.input_len]
+        return random.Random(f"{salt} request {index}").choices(token_ids, k=request.input_len)
+    prompt: list[int] = []
+    for hash_id in request.hash_ids[: -(-request.input_len // block_size)]:
+        prompt += random.Random(f"{salt} block {hash_id}").choices(token_ids, k=block_size)
+    return prompt[: request.input_len]
 
 
 def _located(name: str, parse: Callable[[Iterable[str]], Iterator[_Row]], lines: Iterable[str]) -> Iterator[_Row]:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cluster.cli.api_client import DEFAULT_BASE_URL, ApiClient, ServerError
 from cluster.cli.errors import MISUSED, CommandError, fails_in_a_sentence
+from cluster.cli.goodput import Objectives
 from cluster.cli.load_report import Latency, LoadReport
 from cluster.cli.open_loop import LoadConfig, RequestRecord, run_load
 
@@ -32,11 +33,17 @@ def bench(
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Answers go on to --output-len.")] = True,
     seed: Annotated[int, typer.Option(help="Of prompts and arrival times.")] = 0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='What a good request keeps, in milliseconds: "ttft:2000 tpot:100 e2el:30000", or some of it.'
+        ),
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds between two chunks of an answer.")] = 600.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here as well.")] = None,
 ) -> None:
-    """Measure a server under an open-loop load: TTFT, ITL, TPOT, tokens/s."""
+    """Measure a server under an open-loop load: TTFT, ITL, TPOT, tokens/s, goodput."""
     try:
         config = LoadConfig(
             num_requests=num_prompts,
@@ -48,16 +55,19 @@ def bench(
             ignore_eos=ignore_eos,
             seed=seed,
         )
+        objectives = Objectives.parse(goodput) if goodput else None
     except ValueError as exc:
         raise CommandError(str(exc), exit_code=MISUSED) from exc
     try:
         model, records, duration_s = asyncio.run(_run(base_url, api_key, timeout, model, config))
     except ServerError as exc:
         raise CommandError(str(exc)) from exc
-    report = LoadReport.of(records, duration_s)
-    _print(Console(), report, config)
+    report = LoadReport.of(records, duration_s, objectives)
+    _print(Console(), report, config, objectives)
     if json_file is not None:
         result = {"base_url": base_url, "model": model, "load": dataclasses.asdict(config), **report.as_json()}
+        if objectives is not None:
+            result["goodput"] = str(objectives)
         try:
             json_file.write_text(json.dumps(result, indent=2) + "\n")
         except OSError as exc:
@@ -80,7 +90,7 @@ async def _run(
     return model, records, duration_s
 
 
-def _print(console: Console, report: LoadReport, config: LoadConfig) -> None:
+def _print(console: Console, report: LoadReport, config: LoadConfig, objectives: Objectives | None) -> None:
     rate = "all at once" if config.request_rate is None else f"{config.request_rate:g} a second"
     table = Table(
         title=f"{config.num_requests} requests, {rate}: {config.input_len} tokens in, {config.output_len} out"
@@ -106,3 +116,9 @@ def _print(console: Console, report: LoadReport, config: LoadConfig) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report.goodput is not None and report.attainment is not None:
+        console.print(
+            f"{report.attainment:.1%} of the requests kept {objectives}: {report.goodput:,.2f} good requests/s",
+            highlight=False,
+            soft_wrap=True,
+        )

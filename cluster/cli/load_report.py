@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.cli.goodput import Objectives
 from cluster.cli.open_loop import RequestRecord
 
 
@@ -55,9 +56,12 @@ class LoadReport:
     itl: Latency | None  # between two chunks of a request
     tpot: Latency | None  # per output token after the first, one value a request
     e2e: Latency | None
+    good: int | None = None  # requests that kept all objectives; None: there were none to keep
 
     @classmethod
-    def of(cls, records: Sequence[RequestRecord], duration_s: float) -> "LoadReport":
+    def of(
+        cls, records: Sequence[RequestRecord], duration_s: float, objectives: Objectives | None = None
+    ) -> "LoadReport":
         done = [record for record in records if record.error is None]
         return cls(
             duration_s=duration_s,
@@ -70,11 +74,22 @@ class LoadReport:
             itl=Latency.of([gap for record in done for gap in record.itl_s]),
             tpot=Latency.of([tpot for record in done if (tpot := record.tpot_s) is not None]),
             e2e=Latency.of([record.end_s for record in done]),
+            good=None if objectives is None else sum(map(objectives.are_kept_by, records)),
         )
 
     @property
     def requests_per_s(self) -> float:
         return self.completed / self.duration_s
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests a second that kept all objectives."""
+        return None if self.good is None else self.good / self.duration_s
+
+    @property
+    def attainment(self) -> float | None:
+        """The share of all requests, failed ones too, that kept all objectives."""
+        return None if self.good is None else self.good / (self.completed + self.failed)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -92,6 +107,8 @@ class LoadReport:
             "output_tokens": self.output_tokens,
             "requests_per_s": self.requests_per_s,
             "output_tokens_per_s": self.output_tokens_per_s,
+            "goodput_requests_per_s": self.goodput,
+            "slo_attainment": self.attainment,
         } | {
             f"{name}_s": None if latency is None else {k: getattr(latency, k) for k in latency.__slots__}
             for name, latency in latencies.items()

@@ -1,7 +1,7 @@
 """Load as independent clients make it: requests start when their time has come, however slow the answers are.
 
-A request's life: due at a time drawn beforehand; sent; its first token; more tokens; ended or failed. Times count from
-when it was due, so that a server which keeps a client waiting cannot hide it.
+A request's life: due at a time drawn beforehand; sent; its first token; more tokens; ended, left or failed. Times count
+from when it was due, so that a server which keeps a client waiting cannot hide it.
 """
 
 import asyncio
@@ -17,7 +17,16 @@ from cluster.cli.api_client import ApiClient, ServerError
 Clock = Callable[[], float]
 
 # Ids that every tokenizer of the field has as ordinary tokens.
-_TOKEN_IDS = range(256, 8192)
+TOKEN_IDS = range(256, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the answers of a load are drawn."""
+
+    temperature: float = 0.0  # 0: greedy
+    ignore_eos: bool = True  # answers go on to their full length
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,10 @@ class LoadConfig:
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be at least 0, not {self.temperature}")
 
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.ignore_eos, self.seed)
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
@@ -55,14 +68,17 @@ class PlannedRequest:
 
     due_s: float  # since the start
     prompt_token_ids: tuple[int, ...]
+    output_len: int  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request, after it has ended. Times in seconds since it was due."""
+    """One request, after it has ended. All times but `due_s` in seconds since it was due."""
 
+    due_s: float  # since the load's start
     sent_s: float
     chunk_s: tuple[float, ...]  # when each chunk with tokens came
+    chunk_tokens: tuple[int, ...]  # of each chunk; 1 where the server does not say
     end_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -90,11 +106,11 @@ class RequestRecord:
 def plan_load(config: LoadConfig) -> list[PlannedRequest]:
     """The requests in the order in which they are due, the first at once."""
     draw = random.Random(config.seed)
-    prefix = tuple(draw.choices(_TOKEN_IDS, k=config.prefix_len))
+    prefix = tuple(draw.choices(TOKEN_IDS, k=config.prefix_len))
     planned, due_s = [], 0.0
     for _ in range(config.num_requests):
-        rest = tuple(draw.choices(_TOKEN_IDS, k=config.input_len - config.prefix_len))
-        planned.append(PlannedRequest(due_s, prefix + rest))
+        rest = tuple(draw.choices(TOKEN_IDS, k=config.input_len - config.prefix_len))
+        planned.append(PlannedRequest(due_s, prefix + rest, config.output_len))
         if config.request_rate is not None:
             due_s += draw.expovariate(config.request_rate)
     return planned
@@ -109,60 +125,94 @@ async def run_load(
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> tuple[Sequence[RequestRecord], float]:
+    """Sends what a configuration plans; see `run_requests`."""
+    planned = plan_load(config)
+    return await run_requests(client, model, planned, config.sampling, on_end=on_end, clock=clock, sleep=sleep)
+
+
+async def run_requests(
+    client: ApiClient,
+    model: str,
+    requests: Sequence[PlannedRequest],
+    sampling: Sampling,
+    *,
+    on_end: Callable[[RequestRecord], None] = lambda record: None,
+    enough: Callable[[], bool] = lambda: False,
+    clock: Clock = time.perf_counter,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> tuple[Sequence[RequestRecord], float]:
     """Sends it all; returns the records, in order, and how many seconds it took.
 
     Args:
+        requests: in the order in which they are due.
         on_end: told of each request as it ends.
+        enough: asked at each chunk; a request is left, as by a client that goes away, once it says so.
     """
     start = clock()
 
     async def send(request: PlannedRequest) -> RequestRecord:
-        record = await _send(client, _payload(model, config, request), lambda: clock() - start - request.due_s)
+        payload = _payload(model, sampling, request)
+        record = await _send(client, payload, request.due_s, lambda: clock() - start - request.due_s, enough)
         on_end(record)
         return record
 
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for request in plan_load(config):
+        for request in requests:
             if (wait_s := request.due_s - (clock() - start)) > 0:
                 await sleep(wait_s)
             tasks.append(group.create_task(send(request)))
     return [task.result() for task in tasks], clock() - start
 
 
-def _payload(model: str, config: LoadConfig, request: PlannedRequest) -> dict[str, Any]:
+def _payload(model: str, sampling: Sampling, request: PlannedRequest) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": list(request.prompt_token_ids),
-        "max_tokens": config.output_len,
-        "temperature": config.temperature,
-        "seed": config.seed,
-        "ignore_eos": config.ignore_eos,
+        "max_tokens": request.output_len,
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "ignore_eos": sampling.ignore_eos,
         "stream_options": {"include_usage": True},
+        # Else a token that has no text yet would be seen only with the next one: half of a character, say.
+        "return_token_ids": True,
     }
 
 
-async def _send(client: ApiClient, payload: dict[str, Any], elapsed: Clock) -> RequestRecord:
+async def _send(
+    client: ApiClient, payload: dict[str, Any], due_s: float, elapsed: Clock, enough: Callable[[], bool]
+) -> RequestRecord:
     sent_s = elapsed()
     chunk_s: list[float] = []
+    chunk_tokens: list[int] = []
     usage: dict[str, Any] = {}
     error: str | None = None
     try:
         async with client.stream("/v1/completions", payload) as stream:
             async for chunk in stream.chunks:
-                if any(choice.get("text") or choice.get("token_ids") for choice in chunk.get("choices") or ()):
+                if num_tokens := _num_tokens(chunk):
                     chunk_s.append(elapsed())
+                    chunk_tokens.append(num_tokens)
                 usage = chunk.get("usage") or usage
+                if enough():
+                    break
         if not chunk_s:
             error = "the server ended its answer without a token"
     except ServerError as exc:
         error = str(exc)
     return RequestRecord(
+        due_s=due_s,
         sent_s=sent_s,
         chunk_s=tuple(chunk_s),
+        chunk_tokens=tuple(chunk_tokens),
         end_s=elapsed(),
         num_prompt_tokens=usage.get("prompt_tokens", len(payload["prompt"])),
         num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        num_output_tokens=usage.get("completion_tokens", len(chunk_s)),
+        num_output_tokens=usage.get("completion_tokens", sum(chunk_tokens)),
         error=error,
     )
+
+
+def _num_tokens(chunk: dict[str, Any]) -> int:
+    """Of all choices. Where the server does not list them, text counts as one."""
+    return sum(len(choice.get("token_ids") or ()) or bool(choice.get("text")) for choice in chunk.get("choices") or ())

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.traces import TraceRequest, prompt_token_ids, read_trace
+from benchmarks.traces import TraceRequest, prompt_token_ids, read_trace, scaled
+
+IDS = range(256, 1256)
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
@@ -54,20 +56,42 @@ def test_a_last_block_that_is_filled_in_part_is_not_counted_as_full(tmp_path: Pa
 
 
 def test_prompts_share_what_their_hash_ids_share() -> None:
-    one = prompt_token_ids(TraceRequest(0.0, 600, 1, (0, 1)), 0, 1000)
-    longer = prompt_token_ids(TraceRequest(0.0, 1000, 1, (0, 1)), 1, 1000)
-    other = prompt_token_ids(TraceRequest(0.0, 600, 1, (0, 2)), 2, 1000)
+    one = prompt_token_ids(TraceRequest(0.0, 600, 1, (0, 1)), 0, IDS)
+    longer = prompt_token_ids(TraceRequest(0.0, 1000, 1, (0, 1)), 1, IDS)
+    other = prompt_token_ids(TraceRequest(0.0, 600, 1, (0, 2)), 2, IDS)
     assert longer[:600] == one
     assert other[:512] == one[:512]
     assert other[512:] != one[512:]
     assert {len(one), len(longer), len(other)} == {600, 1000}
-    assert all(0 <= token_id < 1000 for token_id in longer)
+    assert all(token_id in IDS for token_id in longer)
 
 
 def test_prompts_without_hash_ids_share_nothing() -> None:
     request = TraceRequest(0.0, 64, 1)
-    assert prompt_token_ids(request, 0, 1000) != prompt_token_ids(request, 1, 1000)
-    assert prompt_token_ids(request, 1, 1000) == prompt_token_ids(request, 1, 1000)
+    assert prompt_token_ids(request, 0, IDS) != prompt_token_ids(request, 1, IDS)
+    assert prompt_token_ids(request, 1, IDS) == prompt_token_ids(request, 1, IDS)
+
+
+def test_prompts_of_different_salts_share_nothing() -> None:
+    request = TraceRequest(0.0, 600, 1, (0, 1))
+    one, other = (prompt_token_ids(request, 0, IDS, salt=salt) for salt in ("round 1", "round 2"))
+    assert len(one) == len(other) == 600
+    assert one[:16] != other[:16]
+
+
+@pytest.mark.parametrize("block_size", [1, 51, 512, 1024])
+def test_scaled_prompts_still_share_what_their_hash_ids_share(block_size: int) -> None:
+    originals = [
+        TraceRequest(0.0, 1024, 100, (0, 1)),
+        TraceRequest(0.0, 1025, 1, (0, 1, 2)),
+        TraceRequest(0.0, 5, 9, (0,)),
+    ]
+    requests = [scaled(request, block_size) for request in originals]
+    exact, longer, short = (prompt_token_ids(r, i, IDS, block_size=block_size) for i, r in enumerate(requests))
+    assert [len(exact), requests[0].output_len] == [2 * block_size, max(1, round(100 * block_size / 512))]
+    assert longer[: 2 * block_size] == exact
+    assert len(longer) == requests[1].input_len > len(exact)
+    assert exact[: len(short)] == short != []
 
 
 @pytest.mark.parametrize(

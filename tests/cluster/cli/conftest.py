@@ -18,6 +18,7 @@ class ScriptedServer:
     """What it answers, and what it was asked."""
 
     pieces: list[str] = field(default_factory=lambda: ["The capital", " is", " Paris."])
+    token_ids: list[list[int]] | None = None  # of each piece, where the server lists them
     error: tuple[int, str] | None = None  # instead of an answer
     breaks_after: int | None = None  # pieces; then the stream ends without [DONE]
     ready: bool = True
@@ -60,8 +61,9 @@ class ScriptedServer:
 
     async def _events(self, choice: Any) -> AsyncIterator[str]:
         yield ": a comment, as servers send to keep a connection\n\n"
-        for piece in self.pieces[: self.breaks_after]:
-            yield f"data: {json.dumps({'choices': [{'index': 0, **choice(piece)}]})}\n\n"
+        for i, piece in enumerate(self.pieces[: self.breaks_after]):
+            listed = {} if self.token_ids is None else {"token_ids": self.token_ids[i]}
+            yield f"data: {json.dumps({'choices': [{'index': 0, **choice(piece), **listed}]})}\n\n"
         if self.breaks_after is None:
             usage = {
                 "prompt_tokens": 10,

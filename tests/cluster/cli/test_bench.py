@@ -50,6 +50,16 @@ def test_requests_are_as_long_and_as_similar_as_asked(server: Any) -> None:
     }
 
 
+def test_goodput_counts_the_requests_that_kept_their_objectives(server: Any, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    result = bench(server, "--num-prompts", "4", "--goodput", "ttft:60000 tpot:60000", "--json", str(file))
+    assert "100.0% of the requests kept ttft:60000 tpot:60000" in result.stdout, result.output
+    report = json.loads(file.read_text())
+    assert report["slo_attainment"] == 1.0
+    assert report["goodput_requests_per_s"] == report["requests_per_s"]
+    assert "0.0% of the requests kept e2el:0" in bench(server, "--goodput", "e2el:0").stdout
+
+
 def test_failed_requests_fail_the_command_after_the_report(server: Any) -> None:
     server.error = (429, "the queue is full")
     result = bench(server, "--num-prompts", "3")
@@ -64,6 +74,7 @@ def test_failed_requests_fail_the_command_after_the_report(server: Any) -> None:
     [
         (["--num-prompts", "0"], "num_requests must be at least 1, not 0"),
         (["--request-rate", "0"], "request_rate must be above 0 requests a second, not 0.0"),
+        (["--goodput", "tpot"], "goodput: a number of milliseconds, at least 0, must follow the colon of 'tpot'"),
         (["--input-len", "8", "--prefix-len", "9"], "prefix_len must be at most input_len (8), not 9"),
     ],
 )

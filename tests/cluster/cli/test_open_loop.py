@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from cluster.cli.api_client import ApiClient
-from cluster.cli.open_loop import LoadConfig, RequestRecord, plan_load, run_load
+from cluster.cli.open_loop import (
+    LoadConfig,
+    PlannedRequest,
+    RequestRecord,
+    Sampling,
+    plan_load,
+    run_load,
+    run_requests,
+)
 
 
 def load(**changes: Any) -> LoadConfig:
@@ -36,7 +44,14 @@ def test_all_are_due_at_once_without_a_rate() -> None:
 
 def test_record_counts_times_from_when_the_request_was_due() -> None:
     record = RequestRecord(
-        sent_s=0.5, chunk_s=(1.0, 1.5, 3.0), end_s=3.25, num_prompt_tokens=8, num_cached_tokens=0, num_output_tokens=5
+        due_s=7.0,
+        sent_s=0.5,
+        chunk_s=(1.0, 1.5, 3.0),
+        chunk_tokens=(1, 1, 3),
+        end_s=3.25,
+        num_prompt_tokens=8,
+        num_cached_tokens=0,
+        num_output_tokens=5,
     )
     assert record.ttft_s == 1.0
     assert record.itl_s == [0.5, 1.5]
@@ -61,3 +76,37 @@ async def test_requests_are_sent_when_due_however_late_the_answers(server: Any) 
     assert waits == pytest.approx([later - earlier for earlier, later in pairwise(due)])
     assert [record.num_output_tokens for record in records] == [3] * 6
     assert sorted(map(id, ended)) == sorted(map(id, records))
+
+
+async def test_each_request_asks_for_its_own_length(server: Any) -> None:
+    requests = [PlannedRequest(0.0, (300,) * length, output_len=10 * length) for length in (1, 2, 3)]
+    async with ApiClient(server.base_url) as client:
+        records, _ = await run_requests(client, "scripted", requests, Sampling(temperature=0.5, seed=9))
+    assert sorted((len(sent["prompt"]), sent["max_tokens"]) for sent in server.requests) == [(1, 10), (2, 20), (3, 30)]
+    assert {(sent["temperature"], sent["seed"]) for sent in server.requests} == {(0.5, 9)}
+    assert [record.error for record in records] == [None] * 3
+
+
+async def test_a_chunk_counts_the_tokens_that_the_server_lists_else_its_text_as_one(server: Any) -> None:
+    async with ApiClient(server.base_url) as client:
+        [plain], _ = await run_requests(client, "scripted", [PlannedRequest(0.0, (300,), 9)], Sampling())
+        server.token_ids = [[7], [], [8, 9]]
+        server.pieces = ["", "", "Paris"]
+        [listed], _ = await run_requests(client, "scripted", [PlannedRequest(0.0, (300,), 9)], Sampling())
+    assert plain.chunk_tokens == (1, 1, 1)
+    assert listed.chunk_tokens == (1, 2)  # nothing came with the one between
+
+
+async def test_requests_are_left_once_there_is_enough(server: Any) -> None:
+    asked = 0
+
+    def enough() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 2
+
+    async with ApiClient(server.base_url) as client:
+        [record], _ = await run_requests(
+            client, "scripted", [PlannedRequest(0.0, (300,), 9)], Sampling(), enough=enough
+        )
+    assert (len(record.chunk_s), record.num_output_tokens, record.error) == (2, 2, None)
