@@ -2,14 +2,14 @@
 
     owner                                              peer
     memfd_create, sized, sealed against resizing       readlink /proc/<pid>/fd/<n>: is it one of ours?
-    header page: magic, nonce, size                    open, check seals and size, read the header: is it the right one?
+    header: magic, nonce, size                         open, check seals and size, read the header: is it the right one?
     pool from `offset` on, mapped shared               map the pool, read-only
 
 Nothing is in /dev/shm, so nothing can be left behind there: the kernel frees the memory with the last mapping, however
-the processes died. Pages are zero, and take memory only when touched. Process ids and file descriptors are reused; the
-nonce in the header is not, so it proves that what was opened is what the handle means. The seals make sure that the
-memory cannot shrink under a peer's copy (SIGBUS). A peer outlives its owner safely: the memory stays while it is
-mapped.
+the processes died. Pages are zero, and take memory only when touched, by whoever uses them or by `populate`. Process
+ids and file descriptors are reused; the nonce in the header is not, so it proves that what was opened is what the
+handle means. The seals make sure that the memory cannot shrink under a peer's copy (SIGBUS). A peer outlives its owner
+safely: the memory stays while it is mapped.
 """
 
 import fcntl
@@ -17,11 +17,13 @@ import mmap
 import os
 import secrets
 import struct
+from contextlib import suppress
 
 from engine.memory import KVLayout
 from kvtransfer.copier import HostCopies
 from kvtransfer.errors import PoolUnreachable
 from kvtransfer.handle import PoolHandle
+from kvtransfer.population import Population
 
 KIND = "memfd"
 
@@ -34,8 +36,10 @@ _RAW = struct.Struct("<QQ16s")
 _HEADER = struct.Struct("<8s16sQ")
 _MAGIC = b"tandemkv"
 
-# The header has a page of its own, so that the pool starts at a page.
-_OFFSET = mmap.PAGESIZE
+# The header has a page of its own, so that the pool starts at a page. Of 2 MiB: where shared memory may have such (the
+# kernel's `transparent_hugepage/shmem_enabled` is at least `advise`) copies are 1.2 times as fast; elsewhere the gap
+# takes no memory.
+_OFFSET = 2 << 20
 
 
 class MemfdMemory:
@@ -51,6 +55,7 @@ class MemfdMemory:
         if nbytes <= 0:
             raise ValueError(f"a pool has at least one byte, not {nbytes}")
         self.nbytes = nbytes
+        self._population: Population | None = None
         self._nonce = secrets.token_bytes(16)
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -58,10 +63,18 @@ class MemfdMemory:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             os.pwrite(self._fd, _HEADER.pack(_MAGIC, self._nonce, nbytes), 0)
             # Only the pool: a stray write below it cannot reach the header.
-            self.buffer = memoryview(mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED, offset=_OFFSET))
+            mapped = mmap.mmap(self._fd, nbytes, mmap.MAP_SHARED, offset=_OFFSET)
+            _ask_for_huge_pages(mapped)
+            self.buffer = memoryview(mapped)
         except BaseException:
             os.close(self._fd)
             raise
+
+    def populate(self) -> Population:
+        """Begins to take the memory, so that no step and no copy waits for it; see `population`."""
+        if self._population is None:
+            self._population = Population(self.buffer, self.nbytes, writable=True)
+        return self._population
 
     def handle(self, instance_id: str, layout: KVLayout) -> PoolHandle:
         """How peers map it; valid until `close`."""
@@ -74,6 +87,8 @@ class MemfdMemory:
 
     def close(self) -> None:
         """Takes it from peers to come, and forgets it: the memory is freed when the last view and mapping are gone."""
+        if self._population is not None:
+            self._population.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -105,12 +120,16 @@ class MemfdMapping:
         try:
             self._check(opened, handle, nonce, where)
             mapped = mmap.mmap(opened, handle.size, mmap.MAP_SHARED, mmap.PROT_READ, offset=handle.offset)
+            num_bytes_taken = 512 * os.fstat(opened).st_blocks
             self._owner = os.pidfd_open(pid)
         except OSError as error:
             raise PoolUnreachable(f"{where} cannot be mapped: {error}") from error
         finally:
             os.close(opened)
+        _ask_for_huge_pages(mapped)
         self.buffer = memoryview(mapped)
+        # What its owner has not touched yet, it will.
+        self.population = Population(self.buffer, max(0, handle.size - num_bytes_taken), writable=False)
 
     @staticmethod
     def _check(opened: int, handle: PoolHandle, nonce: bytes, where: str) -> None:
@@ -130,7 +149,13 @@ class MemfdMapping:
 
     def close(self) -> None:
         """Unmaps it, with the last view of it. Idempotent."""
+        self.population.close()
         if self._owner >= 0:
             os.close(self._owner)
             self._owner = -1
         self.buffer = memoryview(b"")
+
+
+def _ask_for_huge_pages(mapped: mmap.mmap) -> None:
+    with suppress(OSError):  # a kernel without
+        mapped.madvise(mmap.MADV_HUGEPAGE)

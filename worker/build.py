@@ -105,7 +105,9 @@ def _pool_memory(nbytes: int, gpu: int | None) -> ExportedMemory:
     if gpu is None:
         from kvtransfer.memfd import MemfdMemory
 
-        return MemfdMemory(nbytes)
+        memory = MemfdMemory(nbytes)
+        memory.populate()
+        return memory
     from kvtransfer.cuda_ipc import CudaIpcMemory
 
     return CudaIpcMemory(nbytes, gpu)

@@ -165,13 +165,16 @@ def test_a_handle_of_something_that_is_no_pool_is_refused_without_opening_it(tmp
 def test_a_memfd_that_only_looks_like_a_pool_is_refused() -> None:
     nonce = b"n" * 16
     fd = os.memfd_create("tandem-kv-not-really")
-    handle = PoolHandle("peer", "memfd", raw(os.getpid(), fd, nonce), 4096, SIZE, 64, LAYOUT.fingerprint)
+    own = MemfdMemory(SIZE)
+    offset = own.handle("own", LAYOUT).offset
+    own.close()
+    handle = PoolHandle("peer", "memfd", raw(os.getpid(), fd, nonce), offset, SIZE, 64, LAYOUT.fingerprint)
     with pytest.raises(PoolUnreachable, match="another instance's memory"):
         MemfdMapping(handle)
     os.pwrite(fd, struct.pack("<8s16sQ", b"tandemkv", nonce, SIZE), 0)
-    with pytest.raises(PoolUnreachable, match=r"bytes, not 4096 \+ 640"):
+    with pytest.raises(PoolUnreachable, match=rf"bytes, not {offset} \+ 640"):
         MemfdMapping(handle)
-    os.ftruncate(fd, 4096 + SIZE)
+    os.ftruncate(fd, offset + SIZE)
     with pytest.raises(PoolUnreachable, match="not sealed: it could shrink under a copy"):
         MemfdMapping(handle)
     os.close(fd)
