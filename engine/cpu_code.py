@@ -5,7 +5,9 @@ bfloat16, which numba lacks, is uint16 to it: its sixteen bits are the upper hal
 Everything compiles on first use and is kept on disk beside the source, so that only the first start of all pays.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -20,9 +22,10 @@ R = TypeVar("R")
 Array = npt.NDArray[Any]
 
 # Threads of its own that sleep between launches: no OpenMP runtime to share with torch, nothing to install. It allows
-# one launch at a time; the caller sees to that.
+# one launch at a time, and ends the process if two come at once.
 numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+_launching = threading.Lock()
 
 # Sums may be reordered (or nothing vectorizes), but a NaN stays one: a broken model must not look like a sound one.
 _SAFE_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
@@ -39,6 +42,14 @@ def parallel_kernel(function: Callable[P, R]) -> Callable[P, R]:
         function
     )
     return cast("Callable[P, R]", compiled)
+
+
+@contextmanager
+def launch(num_threads: int) -> Iterator[None]:
+    """Around the call of a `parallel_kernel`: its threads, at most MAX_THREADS, are this call's alone."""
+    with _launching:
+        numba.set_num_threads(num_threads)
+        yield
 
 
 def _as_float_code(typing_context: Any, element: Any) -> Any:

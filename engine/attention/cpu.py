@@ -6,10 +6,8 @@ which the many queries of the chunk pay for, and goes to torch's attention. Whic
 alone, never on its batch mates, and so does every bit of its result.
 """
 
-import threading
 from dataclasses import dataclass, field
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,10 +16,7 @@ import torch.nn.functional as F
 from engine.attention import cpu_copies, cpu_kernels
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales
 from engine.attention.cpu_kernels import LayerGeometry
-from engine.cpu_code import MAX_THREADS, as_numpy
-
-# numba's threads serve one launch at a time, and end the process if two come at once.
-_launching = threading.Lock()
+from engine.cpu_code import MAX_THREADS, as_numpy, launch
 
 _NO_WINDOW = 2**62
 
@@ -134,8 +129,7 @@ class CpuBackend:
             return out
         # With many requests a task is a request, whose block is then read in one run; with few, one of its KV heads.
         heads_per_task = geometry.num_kv_heads if num_requests >= 4 * self._num_threads else 1
-        with _launching:
-            numba.set_num_threads(self._num_threads)
+        with launch(self._num_threads):
             cpu_kernels.decode_attention_parallel(*arguments, plan.decode_order, heads_per_task)
         return out
 

@@ -22,6 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from engine.cpu_code import Array, as_float, kernel, parallel_kernel
+from engine.cpu_math import exp_below_zero
 
 
 class LayerGeometry(NamedTuple):
@@ -62,25 +63,6 @@ def _maximum(x: Array) -> Any:
     for i in range(1, len(x)):
         largest = max(largest, x[i])
     return largest
-
-
-@kernel
-def _exp(x: Any) -> Any:
-    """e^x for x <= 0 within 2e-7 (relative), in plain arithmetic, so that a loop of it vectorizes."""
-    if x < np.float32(-87.0):  # written so that NaN passes
-        x = np.float32(-87.0)
-    exponent = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    # ln 2 in two parts, the first exact in few bits: the remainder loses nothing.
-    r = x - exponent * np.float32(0.693359375)
-    r = r + exponent * np.float32(2.12194440e-4)
-    p = np.float32(1.0 / 5040.0)
-    p = p * r + np.float32(1.0 / 720.0)
-    p = p * r + np.float32(1.0 / 120.0)
-    p = p * r + np.float32(1.0 / 24.0)
-    p = p * r + np.float32(1.0 / 6.0)
-    p = p * r + np.float32(0.5)
-    p = p * r * r + r + np.float32(1.0)
-    return p * np.uint32(np.uint32(np.int32(exponent) + np.int32(127)) << np.uint32(23)).view(np.float32)
 
 
 @kernel
@@ -185,7 +167,7 @@ def _softmax_rows(scores: Array) -> None:
         largest = _maximum(row)
         total = np.float32(0.0)
         for i in range(len(row)):
-            row[i] = _exp(row[i] - largest)
+            row[i] = exp_below_zero(row[i] - largest)
             total += row[i]
         inverse = np.float32(1.0) / total
         for i in range(len(row)):

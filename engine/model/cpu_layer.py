@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.cpu_code import Array, as_element, as_float, kernel
+from engine.cpu_math import exp_below_zero
 
 
 @kernel
@@ -72,3 +73,22 @@ def rotate(heads: Array, num_rotated: int, cos: Array, sin: Array) -> None:
                 a, b = as_float(first[d]), as_float(second[d])
                 first[d] = as_element(a * cos[i, d] - b * sin[i, d], heads[i, h, d])
                 second[d] = as_element(b * cos[i, d] + a * sin[i, d], heads[i, h, d])
+
+
+@kernel
+def silu_and_mul(gate_up: Array, out: Array) -> None:
+    """silu(gate) · up, where silu(x) = x / (1 + e⁻ˣ).
+
+    Args:
+        gate_up: [num_rows, 2 * size], contiguous, gates first.
+        out: [num_rows, size], contiguous, of the same type.
+    """
+    num_rows, size = out.shape
+    for i in range(num_rows):
+        gates, ups, products = gate_up[i, :size], gate_up[i, size:], out[i]
+        for j in range(size):
+            gate = as_float(gates[j])
+            power = exp_below_zero(-abs(gate))
+            sigmoid = (np.float32(1.0) if gate >= np.float32(0.0) else power) / (np.float32(1.0) + power)
+            silu = as_element(gate * sigmoid, gates[j])
+            products[j] = as_element(as_float(silu) * as_float(ups[j]), gates[j])

@@ -1,35 +1,96 @@
-"""y = x · Wᵀ + b, with the weight packed once for the library that multiplies."""
+"""y = x · Wᵀ + b, with the weight laid out once for whatever multiplies.
+
+Three ways, of which the first that can be had is taken: machine code of our own (`engine.cpu_tiles`), oneDNN with its
+own packed layout, torch. On a CPU, by the first two, a token's logits are the same, to the bit, with and without batch
+mates.
+"""
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-_FEWEST_ROWS = 4
+from engine.cpu_code import MAX_THREADS, as_numpy, launch
+from engine.cpu_tiles import TILE_COLUMNS, has_tiles
+from engine.model import cpu_linear
 
 
-class Linear:
-    """A linear layer for inference.
+class Linear(Protocol):
+    """A linear layer for inference: [num_tokens, in_features] -> [num_tokens, out_features], contiguous."""
 
-    On a CPU, oneDNN gets the weight in its own blocked layout, packed once at load instead of at every call. Its
-    results for a row then do not depend on how many other rows there are, except for a single row, which takes another
-    kernel. Four rows take less time than one there: so up to three are filled up to four, and a token's logits are the
-    same, to the bit, with and without batch mates.
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """The fastest that can be had here.
 
     Args:
         weight: [out_features, in_features], float32 or bfloat16; may be dropped by the caller afterwards.
         bias: [out_features], of the same dtype.
     """
+    for kind in (TiledLinear, OneDnnLinear):
+        if kind.takes(weight):
+            return kind(weight, bias)
+    return PlainLinear(weight, bias)
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, packed: bool | None = None) -> None:
+
+class TiledLinear:
+    """By `engine.cpu_tiles`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._bias = bias
-        self._packed = can_pack(weight) if packed is None else packed
-        self._filling = weight.new_zeros(_FEWEST_ROWS, self.in_features)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self._weight = as_numpy(cpu_linear.pack(weight))
+        offsets = torch.zeros(len(self._weight) * TILE_COLUMNS)
+        if bias is not None:
+            offsets[: self.out_features] = bias
+        self._bias = offsets.numpy()
+        self._num_threads = min(torch.get_num_threads(), MAX_THREADS)
+
+    @staticmethod
+    def takes(weight: torch.Tensor) -> bool:
+        """A pair of bfloat16 is multiplied at once, so a row must have pairs."""
+        pairs = weight.dtype != torch.bfloat16 or weight.shape[1] % 2 == 0
+        return weight.is_cpu and has_tiles(weight.dtype) and pairs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features], contiguous."""
-        if not self._packed:
-            return F.linear(x, self._weight, self._bias)
+        out = x.new_empty(len(x), self.out_features)
+        arrays = as_numpy(x.contiguous()), self._weight, self._bias, as_numpy(out)
+        if self._num_threads == 1:
+            cpu_linear.linear(*arrays)
+        else:
+            with launch(self._num_threads):
+                cpu_linear.linear_parallel(*arrays, self._num_threads)
+        return out
+
+
+_FEWEST_ROWS = 4
+
+
+class OneDnnLinear:
+    """By oneDNN, with the weight in its own blocked layout, packed once at load instead of at every call.
+
+    Its results for a row do not depend on how many other rows there are, except for a single row, which takes another
+    kernel. Four rows take less time than one there: so up to three are filled up to four.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        self._filling = weight.new_zeros(_FEWEST_ROWS, self.in_features)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    @staticmethod
+    def takes(weight: torch.Tensor) -> bool:
+        if not weight.is_cpu or not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return False
+        if weight.dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return weight.dtype == torch.float32
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_tokens = len(x)
         if num_tokens < _FEWEST_ROWS:
             x = torch.cat((x, self._filling[num_tokens:]))
@@ -37,12 +98,12 @@ class Linear:
         return out[:num_tokens]
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can take this weight here."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+class PlainLinear:
+    """By torch, with the weight as it is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)

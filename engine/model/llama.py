@@ -47,6 +47,16 @@ class RMSNorm:
         return out
 
 
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up: [num_tokens, 2 * intermediate_size], gates first -> [num_tokens, intermediate_size]."""
+    if not gate_up.is_cpu:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+    cpu_layer.silu_and_mul(as_numpy(gate_up), as_numpy(out))
+    return out
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """The weights of a layer; those of q, k and v, and of gate and up, lie one below the other in one matrix."""
@@ -80,6 +90,7 @@ class Llama:
         self.norm.after_adding(x, self.norm(x))
         positions = torch.zeros(1, dtype=torch.int64, device=x.device)
         rotate(x.new_zeros(1, 1, self.config.head_dim), 1, *self.rope.cos_sin(positions))
+        silu_and_mul(self.lm_head(x)[:, :2].contiguous())
 
     def forward(
         self,
@@ -107,8 +118,7 @@ class Llama:
             x = layer.input_norm(hidden) if delta is None else layer.input_norm.after_adding(hidden, delta)
             attended = self._attend(layer, x, cos_sin, attention, layer_kv)
             x = layer.post_attention_norm.after_adding(hidden, attended)
-            gate, up = layer.gate_up(x).chunk(2, dim=-1)
-            delta = layer.down(F.silu(gate).mul_(up))
+            delta = layer.down(silu_and_mul(layer.gate_up(x)))
         assert delta is not None, "a model without layers"
         if len(logit_rows) == 0:
             return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)

@@ -8,7 +8,7 @@ import torch
 from engine.attention.backend import KVScales
 from engine.model.config import ModelConfig
 from engine.model.errors import ModelLoadError
-from engine.model.linear import Linear
+from engine.model.linear import Linear, make_linear
 from engine.model.llama import DecoderLayer, Llama, RMSNorm
 from engine.model.rope import RotaryEmbedding
 from engine.model.tensor_source import ROPE_FACTORS, TensorSource, open_source
@@ -65,7 +65,7 @@ class _Builder:
             layers=tuple(self._layer(i) for i in range(config.num_layers)),
             norm=self._norm("model.norm", config.hidden_size),
             # Tied or not, its packed form is another one than the table's.
-            lm_head=Linear(embedding)
+            lm_head=make_linear(embedding)
             if config.tie_word_embeddings
             else self._linear("lm_head", (), (config.vocab_size,), config.hidden_size, bias=False),
             rope=RotaryEmbedding(config.rope, config.head_dim, factors, device=self._device),
@@ -119,8 +119,8 @@ class _Builder:
         for name, rows in zip(names, torch.split(weight, list(out_sizes)), strict=True):
             self._source.copy_into(f"{name}.weight", rows)
         if not bias:
-            return Linear(weight)
+            return make_linear(weight)
         biases = self._empty(sum(out_sizes))
         for name, items in zip(names, torch.split(biases, list(out_sizes)), strict=True):
             self._source.copy_into(f"{name}.bias", items)
-        return Linear(weight, biases)
+        return make_linear(weight, biases)

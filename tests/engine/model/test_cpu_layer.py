@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.cpu_code import as_numpy
 from engine.model import cpu_layer
-from engine.model.llama import RMSNorm
+from engine.model.llama import RMSNorm, silu_and_mul
 from engine.model.rope import rotate
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -80,3 +81,18 @@ def test_a_sum_in_bfloat16_is_rounded_as_torch_rounds_it(value: float) -> None:
     ones = torch.ones(2, dtype=torch.bfloat16)
     cpu_layer.add_rms_norm(*(as_numpy(x) for x in (hidden, delta, ones)), torch.tensor(1e-5).numpy()[()], as_numpy(out))
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 2), (3, 20), (33, 3072)], ids=str)
+def test_the_gate_of_an_mlp_is_torchs(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = 5 * torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_rounds_alike(silu_and_mul(gate_up), F.silu(gate) * up)
+
+
+def test_a_gate_far_out_is_zero_or_its_number_and_a_nan_stays_one() -> None:
+    gate_up = torch.tensor([[-200.0, 200.0, 0.0, float("nan"), 3.0, 3.0, 3.0, 3.0]])
+    product = silu_and_mul(gate_up)[0]
+    torch.testing.assert_close(product[:3], torch.tensor([0.0, 600.0, 0.0]))
+    assert product[3].isnan()
