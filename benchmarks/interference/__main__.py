@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gaps import Panel, gaps_within, plot_gaps
 from benchmarks.interference import arrangements
 from benchmarks.interference.arrangements import Arrangement
 from benchmarks.interference.figures import Figures, figures, medians
 from benchmarks.interference.load import RoundLoad, RoundRecords, SpoiltRun, prefill_capacity, run_round
-from benchmarks.interference.plots import plot_gaps
 from benchmarks.pyplot import NoMatplotlib, load_pyplot
 from cluster.cli.api_client import ServerError
 from cluster.cli.open_loop import RequestRecord
@@ -122,7 +122,7 @@ async def _compare(chosen: list[Arrangement], load: RoundLoad, options: argparse
     written = [options.json]
     if options.plots:
         in_order = {arrangement.name: last[arrangement.name] for arrangement in chosen}
-        written.append(plot_gaps(in_order, load, options.plots / "interference.png"))
+        written.append(_plot(in_order, load, options.plots / "interference.png"))
     return written
 
 
@@ -140,6 +140,16 @@ def _table(found: Mapping[str, Figures], load: RoundLoad, options: argparse.Name
         values = [of_one[name] for of_one in found.values()]
         table.add_row(name, *(f"{v:,.1f}" for v in values), *(f"{v / reference:.2f}" for v in values[1:]))
     return table
+
+
+def _plot(rounds: Mapping[str, RoundRecords], load: RoundLoad, path: Path) -> Path:
+    """One round of each."""
+    panels = {
+        name: Panel(gaps_within(records.streams, 0.0, load.window[1]), [record.due_s for record in records.prompts])
+        for name, records in rounds.items()
+    }
+    title = f"{load.num_streams} streams while {load.rate:.2f} prompts of {load.prompt_len:,} tokens a second arrive"
+    return plot_gaps(panels, title, path, window_s=load.window)
 
 
 def _as_json(records: RoundRecords) -> dict[str, Any]:

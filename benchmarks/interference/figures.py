@@ -2,32 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
+from benchmarks.gaps import gaps_within
 from benchmarks.interference.load import RoundLoad, RoundRecords
 from cluster.cli.load_report import Latency
 from cluster.cli.open_loop import RequestRecord
 
 Figures = dict[str, float]  # by what they are and their unit
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Between two chunks of a stream."""
-
-    at_s: float  # when it began, since the load's start
-    length_s: float
-
-
-def gaps_within(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> list[Gap]:
-    """Those that begin in a window: how long one lasts is not cut off where the window ends."""
-    return [
-        Gap(record.due_s + earlier, later - earlier)
-        for record in records
-        for earlier, later in pairwise(record.chunk_s)
-        if begin_s <= record.due_s + earlier < end_s
-    ]
 
 
 def tokens_within(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> int:

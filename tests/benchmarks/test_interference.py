@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gaps import Gap, gaps_within
 from benchmarks.interference.__main__ import main
-from benchmarks.interference.figures import Gap, figures, gaps_within, medians, tokens_within
+from benchmarks.interference.figures import figures, medians, tokens_within
 from benchmarks.interference.load import RoundLoad, RoundRecords, SpoiltRun, check_round
 from cluster.cli.open_loop import RequestRecord
 
