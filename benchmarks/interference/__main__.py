@@ -114,7 +114,10 @@ async def _compare(chosen: list[Arrangement], load: RoundLoad, options: argparse
             rounds[arrangement.name].append(figures(records, load))
             last[arrangement.name] = records
             raw.append({"round": seed, "arrangement": arrangement.name, **_as_json(records)})
-            print(f"round {seed + 1} of {options.rounds}: {arrangement.name}", file=sys.stderr, flush=True)
+            busy = ", ".join(f"{name} {s / load.window_s:.2f}" for name, s in list(records.cpu.server.items())[:4])
+            print(
+                f"round {seed + 1} of {options.rounds}: {arrangement.name}; cores: {busy}", file=sys.stderr, flush=True
+            )
     console.print(_table(medians(rounds), load, options))
     findings = {"options": vars(options), "capacity": capacity, "load": dataclasses.asdict(load), "rounds": rounds}
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +141,8 @@ def _table(found: Mapping[str, Figures], load: RoundLoad, options: argparse.Name
         table.add_column(column, justify="right")
     for name, reference in found[first].items():
         values = [of_one[name] for of_one in found.values()]
-        table.add_row(name, *(f"{v:,.1f}" for v in values), *(f"{v / reference:.2f}" for v in values[1:]))
+        ratios = (f"{value / reference:.2f}" if reference else "" for value in values[1:])
+        table.add_row(name, *(f"{value:,.1f}" if value >= 10 else f"{value:.2f}" for value in values), *ratios)
     return table
 
 
@@ -162,7 +166,8 @@ def _as_json(records: RoundRecords) -> dict[str, Any]:
             "chunk_tokens": record.chunk_tokens,
         }
 
-    return {"streams": list(map(of, records.streams)), "prompts": list(map(of, records.prompts))}
+    cpu = dataclasses.asdict(records.cpu)
+    return {"streams": list(map(of, records.streams)), "prompts": list(map(of, records.prompts)), "cpu_s": cpu}
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ def figures(records: RoundRecords, load: RoundLoad) -> Figures:
         "TTFT of the prompts, p50, ms": 1000 * ttft.p50,
         "TTFT of the prompts, p99, ms": 1000 * ttft.p99,
         "streams, tokens/s": tokens_within(records.streams, begin, end) / load.window_s,
+        "processor time of the server, cores": sum(records.cpu.server.values()) / load.window_s,
+        "of the client, cores": records.cpu.client / load.window_s,
+        "of anything else, cores": records.cpu.others / load.window_s,
     }
 
 

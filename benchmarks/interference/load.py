@@ -8,10 +8,12 @@ What is said of the streams is said of the window: before it they have the serve
 """
 
 import asyncio
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.cpu_time import CpuTime, Snapshot
 from cluster.cli.api_client import ApiClient
 from cluster.cli.open_loop import (
     TOKEN_IDS,
@@ -82,6 +84,7 @@ class RoundRecords:
 
     streams: Sequence[RequestRecord]
     prompts: Sequence[RequestRecord]
+    cpu: CpuTime  # in the window
 
 
 async def run_round(base_url: str, load: RoundLoad) -> RoundRecords:
@@ -103,12 +106,19 @@ async def run_round(base_url: str, load: RoundLoad) -> RoundRecords:
             all_answered.set()
             return records
 
-        (of_streams, _), of_prompts = await asyncio.gather(
-            run_requests(client, model, streams, sampling, enough=all_answered.is_set), answered()
+        (of_streams, _), of_prompts, cpu = await asyncio.gather(
+            run_requests(client, model, streams, sampling, enough=all_answered.is_set), answered(), _cpu_time(load)
         )
-    records = RoundRecords(of_streams, of_prompts)
+    records = RoundRecords(of_streams, of_prompts, cpu)
     check_round(records, load)
     return records
+
+
+async def _cpu_time(load: RoundLoad) -> CpuTime:
+    await asyncio.sleep(load.lead_s)
+    begin = Snapshot.take()
+    await asyncio.sleep(load.window_s)
+    return CpuTime.between(begin, Snapshot.take(), os.getpid())
 
 
 def check_round(records: RoundRecords, load: RoundLoad) -> None:

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cpu_time import CpuTime
 from benchmarks.gaps import Gap, gaps_within
 from benchmarks.interference.__main__ import main
 from benchmarks.interference.figures import figures, medians, tokens_within
 from benchmarks.interference.load import RoundLoad, RoundRecords, SpoiltRun, check_round
 from cluster.cli.open_loop import RequestRecord
+
+CPU = CpuTime(client=1.0, server={"worker": 30.0, "gateway": 8.0}, others=2.0)
 
 
 def record(*chunk_s: float, due_s: float = 0.0, tokens: int = 1, error: str | None = None) -> RequestRecord:
@@ -58,10 +61,12 @@ def test_tokens_belong_to_the_window_that_they_come_in() -> None:
 def test_figures_are_of_the_window_and_in_their_units() -> None:
     stream = record(1.0, 9.0, *(10.0 + 0.1 * i for i in range(250)))  # 8 s without a token before the window
     prompts = [record(1.0, due_s=12.0), record(3.0, due_s=14.0)]
-    found = figures(RoundRecords([stream], prompts), load())
+    found = figures(RoundRecords([stream], prompts, CPU), load())
     assert found["ITL of the streams, max, ms"] == pytest.approx(100.0)
     assert found["TTFT of the prompts, p50, ms"] == pytest.approx(2000.0)
     assert found["streams, tokens/s"] == pytest.approx(10.0)
+    assert found["processor time of the server, cores"] == pytest.approx(1.9)  # 38 s in 20 s
+    assert found["of anything else, cores"] == pytest.approx(0.1)
 
 
 def test_medians_are_figure_by_figure() -> None:
@@ -81,7 +86,7 @@ def test_medians_are_figure_by_figure() -> None:
 def test_a_round_whose_streams_do_not_run_through_the_window_is_refused(
     stream: RequestRecord, sentence: str | None
 ) -> None:
-    records = RoundRecords([stream], [record(1.0, due_s=12.0)])
+    records = RoundRecords([stream], [record(1.0, due_s=12.0)], CPU)
     if sentence is None:
         check_round(records, load())
     else:

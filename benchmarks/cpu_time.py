@@ -1,0 +1,88 @@
+"""Who computes while something is measured: processor time of the processes of this machine, read from /proc.
+
+A benchmark whose client and server share cores says by it what either took, and whether anything else ran beside them.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    parent: int
+    name: str  # as it calls itself, its arguments left out
+    seconds: float  # of processor time, in user and kernel mode, since it began
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All processes at one moment."""
+
+    processes: dict[int, Process]
+
+    @classmethod
+    def take(cls, proc: Path = Path("/proc")) -> "Snapshot":
+        """
+        Args:
+            proc: where Linux shows its processes.
+        """
+        found = ((int(folder.name), _read(folder)) for folder in proc.iterdir() if folder.name.isdecimal())
+        return cls({pid: process for pid, process in found if process is not None})
+
+    def below(self, root: int) -> set[int]:
+        """Descendants of a process."""
+        children: dict[int, list[int]] = {}
+        for pid, process in self.processes.items():
+            children.setdefault(process.parent, []).append(pid)
+        return set(_descendants(root, children))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """In processor seconds between two moments."""
+
+    client: float  # this process
+    server: dict[str, float]  # those that it has started, by name
+    others: float  # all else that runs here: what disturbs the measurement
+
+    @classmethod
+    def between(cls, begin: Snapshot, end: Snapshot, root: int) -> "CpuTime":
+        """A process that is not in both counts for nothing."""
+        ours = end.below(root)
+        client, server, others = 0.0, dict[str, float](), 0.0
+        for pid in begin.processes.keys() & end.processes.keys():
+            process = end.processes[pid]
+            seconds = process.seconds - begin.processes[pid].seconds
+            if pid == root:
+                client += seconds
+            elif pid in ours:
+                server[process.name] = server.get(process.name, 0.0) + seconds
+            else:
+                others += seconds
+        return cls(client, dict(sorted(server.items(), key=lambda item: -item[1])), others)
+
+
+def _descendants(root: int, children: dict[int, list[int]]) -> Iterator[int]:
+    for child in children.get(root, ()):
+        yield child
+        yield from _descendants(child, children)
+
+
+def _read(folder: Path) -> Process | None:
+    """None: it has ended meanwhile."""
+    try:
+        # The name is in parentheses, and may have some of its own.
+        short_name, _, rest = (folder / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        command = (folder / "cmdline").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = rest.split()
+    seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    title = command[0].decode(errors="replace")
+    # A process that has given itself a title has it where its arguments were.
+    name = title.split()[0] if "::" in title else short_name
+    return Process(int(fields[1]), name, seconds)

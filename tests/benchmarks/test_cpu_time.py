@@ -1,0 +1,47 @@
+"""Processor time by whose it is, from a made-up /proc and from the real one."""
+
+import os
+from pathlib import Path
+
+from benchmarks.cpu_time import CpuTime, Process, Snapshot
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def put(
+    proc: Path, pid: int, name: str, parent: int, user: int, kernel: int, command: bytes = b"python\0-m\0x\0"
+) -> None:
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    between = " ".join("0" * 9)
+    (folder / "stat").write_text(f"{pid} ({name}) S {parent} {between} {user} {kernel} 0 0")
+    (folder / "cmdline").write_bytes(command)
+
+
+def test_a_process_is_read_whatever_it_calls_itself(tmp_path: Path) -> None:
+    put(tmp_path, 7, "a (strange) name", 1, 2 * TICKS, TICKS)
+    put(tmp_path, 8, "ray::IDLE", 7, 0, TICKS, b"ray::Worker.run --with=this\0")
+    (tmp_path / "9").mkdir()  # has just ended
+    (tmp_path / "uptime").write_text("1 2")
+    assert Snapshot.take(tmp_path).processes == {
+        7: Process(1, "a (strange) name", 3.0),
+        8: Process(7, "ray::Worker.run", 1.0),
+    }
+
+
+def test_time_is_the_clients_the_servers_or_others() -> None:
+    begin = Snapshot({1: Process(0, "init", 5.0), 2: Process(1, "bench", 1.0), 3: Process(2, "serve", 1.0)})
+    begin.processes[4] = Process(3, "worker", 2.0)
+    begin.processes[5] = Process(3, "worker", 3.0)
+    end = Snapshot({pid: Process(p.parent, p.name, p.seconds + pid) for pid, p in begin.processes.items()})
+    end.processes[6] = Process(3, "new", 100.0)  # not there when it began
+    time = CpuTime.between(begin, end, root=2)
+    assert time == CpuTime(client=2.0, server={"worker": 9.0, "serve": 3.0}, others=1.0)
+
+
+def test_this_process_is_found_with_the_time_that_it_takes() -> None:
+    begin, parent = Snapshot.take(), os.getppid()
+    while (end := Snapshot.take()).processes[os.getpid()].seconds < begin.processes[os.getpid()].seconds + 0.03:
+        pass
+    assert CpuTime.between(begin, end, os.getpid()).client >= 0.03
+    assert os.getpid() in end.below(parent)
