@@ -25,6 +25,7 @@ from cluster.fleet import FleetError, ProcessLost, WorkerRaised
 from cluster.placement import Bundle, PlacementGroup, own_cuda_device
 from cluster.worker_info import Role
 from cluster.worker_plan import PlannedWorker
+from worker.heap import settle_heap
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,7 @@ class WorkerActor:
             config = replace(config, host=ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         worker = _make_worker(replace(self._planned, config=config))
         address = await worker.start()
+        settle_heap()
         self._worker = worker
         return address
 

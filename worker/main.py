@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from worker.config import WorkerConfig
+from worker.heap import settle_heap
 from worker.node import EngineFailed, WorkerNode
 
 
@@ -29,7 +30,9 @@ async def _serve(worker: WorkerNode) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     try:
-        print(f"listening on {await worker.start()}", flush=True)
+        address = await worker.start()
+        settle_heap()
+        print(f"listening on {address}", flush=True)
         failed = asyncio.ensure_future(worker.wait())
         signalled = asyncio.ensure_future(stopped.wait())
         await asyncio.wait({failed, signalled}, return_when=asyncio.FIRST_COMPLETED)
