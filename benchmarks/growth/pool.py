@@ -26,9 +26,9 @@ DECODING = 16  # requests that decode together
 # in memory.
 CONSTANT = 1.5
 
-EMPTY, FULL = "nothing cached", "all cached"
-_COLLECTION = "a garbage collection, ms"
-_MEASURES = ("a request, µs", "a hit, µs", "a decode step, µs")
+EMPTY, FULL = "none", "all"  # of the blocks
+_COLLECTION = "gc, ms"
+_MEASURES = ("request, µs", "hit, µs", "step, µs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,17 @@ def pool_finding(config: PoolConfig) -> Finding:
     """A row for each size and state."""
     table = Table(
         "pool",
-        f"The same requests on larger pools ({PROMPT_BLOCKS} blocks a prompt; {DECODING} requests decode together)",
+        f"The same work on larger pools, without the executor (prompts of {PROMPT_BLOCKS} blocks; {DECODING} in a step)",
         [
             Column("blocks", ","),
-            Column("state"),
+            Column("cached"),
             *(Column(name, ",.0f") for name in _MEASURES),
-            Column("made in, s", ",.3f"),
+            Column("made in, s", ",.2f"),
             Column("bytes a block", ",.0f"),
             Column(_COLLECTION, ",.1f"),
         ],
     )
+    _Work(_stepper(config.num_blocks[0]), config.num_requests).costs(clears=True)  # warms up
     for num_blocks in config.num_blocks:
         stepper = _stepper(num_blocks)
         settle_heap()
@@ -69,17 +70,17 @@ def pool_finding(config: PoolConfig) -> Finding:
         for state in (EMPTY, FULL):
             if state == FULL:
                 work.fill()
-            costs = work.costs(clears=state == EMPTY)
+            costs, collection_s = work.costs(clears=state == EMPTY), _collection_s()
             table.add(
                 num_blocks, state, 1e6 * costs.request, 1e6 * costs.hit, 1e6 * costs.decode_step,
                 stepper.construction_s if state == EMPTY else None,
                 bookkeeping_bytes(num_blocks, cached=state == FULL),
-                1e3 * _collection_s(),
+                1e3 * collection_s,
             )  # fmt: skip
         stepper.close()
         del work, stepper
         gc.unfreeze()
-    table.notes.append("a garbage collection is of all generations, which a process does now and then by itself")
+    table.notes.append("gc: one garbage collection of all generations, which a process does now and then by itself")
     return Finding(table, list(_verdicts(table)))
 
 
@@ -89,7 +90,9 @@ def _verdicts(table: Table) -> Iterator[Verdict]:
         rows = [dict(zip(columns, row, strict=True)) for row in table.rows if state in row]
         for name in (*_MEASURES, "bytes a block", _COLLECTION):
             ends = [float(str(rows[end][name])) for end in (0, -1)]
-            yield constant(f"{name.partition(',')[0]}, {state}", ends, CONSTANT)
+            if name == _COLLECTION:
+                ends = [max(milliseconds, 1.0) for milliseconds in ends]  # as good as none
+            yield constant(f"{name.partition(',')[0]}, {state} cached", ends, CONSTANT)
 
 
 def _stepper(num_blocks: int) -> Stepper:
@@ -167,6 +170,7 @@ def bookkeeping_bytes(num_blocks: int, *, cached: bool) -> float:
 
 
 def _collection_s() -> float:
+    gc.collect()  # what there is to collect by now
     began = time.perf_counter()
     gc.collect()
     return time.perf_counter() - began

@@ -78,7 +78,7 @@ def test_tables_verdicts_and_plots_are_written(tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "results" / "growth.json"
     main(["--sections", "pool,directory", *TINY, "--json", str(out), "--plots", str(tmp_path)])
     written = json.loads(out.read_text())
-    assert [row["state"] for row in written["tables"]["pool"]["rows"]] == ["nothing cached", "all cached"] * 3
+    assert [row["cached"] for row in written["tables"]["pool"]["rows"]] == ["none", "all"] * 3
     assert [row["blocks known"] for row in written["tables"]["directory"]["rows"]] == [400, 800, 1600]
     assert {verdict["section"] for verdict in written["verdicts"]} == {"pool", "directory"}
     assert "bytes a block, all cached: " in capsys.readouterr().out
