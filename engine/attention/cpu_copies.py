@@ -1,9 +1,9 @@
 """Copies between the block pool and contiguous tensors, as machine code.
 
-A layer of the pool is a flat array, addressed as `cpu_kernels` tells.
+A layer of the pool is a flat array, addressed as `cpu_pool` tells.
 """
 
-from engine.attention.cpu_kernels import LayerGeometry
+from engine.attention.cpu_pool import LayerGeometry
 from engine.cpu_code import Array, kernel
 
 

@@ -1,74 +1,18 @@
-"""The machine code of attention on a CPU: numba kernels that walk block tables.
+"""Decode attention on any CPU: numba kernels that walk block tables. All sums are float32.
 
-A kernel sees one layer of the pool as a flat array of elements and finds a key by arithmetic alone:
-
-    block_id · block_stride + side · side_stride + head · head_stride + slot · head_dim        (side: 0 keys, 1 values)
-
-All sums are float32.
-
-Decode attention runs in three passes over one request's context: scores (every key row is read once for all query heads
-that share it), softmax, weighted sum of the value rows. A pool is far larger than the caches and a request's blocks lie
-anywhere in it, so reading memory is what it costs: while one block is computed, the next one named by the table is
-prefetched. Into the second level, not the first: a core has many more outstanding misses there, which alone doubled the
-throughput measured.
+It runs in three passes over one request's context: scores (every key row is read once for all query heads that share
+it), softmax, weighted sum of the value rows. While one block is computed, the next one named by the table is
+prefetched.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from engine.attention.cpu_pool import LayerGeometry, prefetch_rows
+from engine.attention.cpu_softmax import weigh
 from engine.cpu_code import Array, as_float, kernel, parallel_kernel
-from engine.cpu_math import exp_below_zero
-
-
-class LayerGeometry(NamedTuple):
-    """Where things are in one layer's view of the pool; strides in elements."""
-
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    block_stride: int
-    side_stride: int  # from a block's keys to its values
-    head_stride: int
-
-
-def _prefetch_code(typing_context: Any, array: Any, index: Any, line: Any) -> Any:
-    """Asks for the `line`-th cache line from that of `array[index]` on; a hint, which no address can make fault."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        start = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        address = builder.gep(start, [builder.mul(args[2], args[2].type(64))])
-        number = ir.IntType(32)
-        prototype = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [address.type], prototype)
-        # For reading; into the second level; data.
-        builder.call(function, [address, number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), generate
-
-
-_prefetch: Any = intrinsic(_prefetch_code)
-
-
-@numba.njit(cache=True, nogil=True, fastmath=True)
-def _maximum(x: Array) -> Any:
-    # A vector maximum exists only where NaN is ruled out. Should there be one, the exponentials below still see it.
-    largest = x[0]
-    for i in range(1, len(x)):
-        largest = max(largest, x[i])
-    return largest
-
-
-@kernel
-def _prefetch_rows(kv: Array, start: int, num_elements: int) -> None:
-    for line in range(num_elements * kv.itemsize // 64):
-        _prefetch(kv, start, line)
 
 
 @kernel
@@ -86,7 +30,7 @@ def _score_rows(
     t = 0
     # Four rows at once: one load of q serves four products, and four sums run side by side.
     while t + 4 <= num_rows:
-        _prefetch_rows(kv, following + t * head_dim, 4 * head_dim)
+        prefetch_rows(kv, following + t * head_dim, 4 * head_dim)
         row = start + t * head_dim
         row0 = kv[row : row + head_dim]
         row1 = kv[row + head_dim : row + 2 * head_dim]
@@ -107,7 +51,7 @@ def _score_rows(
             scores[first_head + h, column + t + 3] = sum3
         t += 4
     while t < num_rows:
-        _prefetch_rows(kv, following + t * head_dim, head_dim)
+        prefetch_rows(kv, following + t * head_dim, head_dim)
         row0 = kv[start + t * head_dim : start + (t + 1) * head_dim]
         for h in range(group_size):
             sum0 = np.float32(0.0)
@@ -130,7 +74,7 @@ def _add_weighted_rows(
     group_size, head_dim = acc.shape
     t = 0
     while t + 4 <= num_rows:
-        _prefetch_rows(kv, following + t * head_dim, 4 * head_dim)
+        prefetch_rows(kv, following + t * head_dim, 4 * head_dim)
         row = start + t * head_dim
         row0 = kv[row : row + head_dim]
         row1 = kv[row + head_dim : row + 2 * head_dim]
@@ -150,7 +94,7 @@ def _add_weighted_rows(
                 sums[d] = partial + w3 * as_float(row3[d])
         t += 4
     while t < num_rows:
-        _prefetch_rows(kv, following + t * head_dim, head_dim)
+        prefetch_rows(kv, following + t * head_dim, head_dim)
         row0 = kv[start + t * head_dim : start + (t + 1) * head_dim]
         for h in range(group_size):
             w0 = weights[first_head + h, column + t]
@@ -158,20 +102,6 @@ def _add_weighted_rows(
             for d in range(head_dim):
                 sums[d] += w0 * as_float(row0[d])
         t += 1
-
-
-@kernel
-def _softmax_rows(scores: Array) -> None:
-    for h in range(scores.shape[0]):
-        row = scores[h]
-        largest = _maximum(row)
-        total = np.float32(0.0)
-        for i in range(len(row)):
-            row[i] = exp_below_zero(row[i] - largest)
-            total += row[i]
-        inverse = np.float32(1.0) / total
-        for i in range(len(row)):
-            row[i] *= inverse
 
 
 @kernel
@@ -213,7 +143,10 @@ def _attend_heads(
             )
         position += num_rows
 
-    _softmax_rows(scores)
+    for h in range(len(scores)):
+        inverse = np.float32(1.0) / weigh(scores[h], np.float32(1.0), scores[h])
+        for i in range(scores.shape[1]):
+            scores[h, i] *= inverse
 
     position = first
     while position < context_len:

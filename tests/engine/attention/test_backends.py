@@ -13,9 +13,12 @@ import torch
 import fake_flashinfer
 from engine.attention import BACKENDS, get_backend
 from engine.attention.backend import AttentionBackend, AttentionShape, build_metadata
+from engine.attention.cpu import CpuBackend
+from engine.cpu_tiles import has_tiles
 from engine.executor import ScheduledRequest
 
-IMPLEMENTATIONS = [(name, 1) for name in BACKENDS] + [("cpu", 2)]
+# The backend of CPUs is two: by wide vectors, where this CPU has them, and for any.
+IMPLEMENTATIONS = [(name, 1) for name in BACKENDS] + [("cpu", 2), ("cpu on any CPU", 1), ("cpu on any CPU", 2)]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -23,6 +26,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     name, num_threads = request.param
     if name == "flashinfer":
         fake_flashinfer.install(monkeypatch)
+    if name == "cpu on any CPU":
+        return CpuBackend(num_threads=num_threads, tiles=False)
     return get_backend(name, num_threads=num_threads)
 
 
@@ -217,6 +222,27 @@ def test_threads_change_nothing_beyond_rounding() -> None:
     torch.testing.assert_close(few, one[:2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(dtype: torch.dtype, window: int | None) -> None:
+    """By wide vectors: every query's sums begin at position 0."""
+    if not has_tiles(dtype):
+        pytest.skip(f"this CPU has no tiles of {dtype}")
+    whole = Step(SMOLLM, [(0, 117)], window=window, dtype=dtype)
+    result = whole.run(get_backend("cpu"))
+    for first in (2, 16, 63, 100):
+        rest = Step(SMOLLM, [(first, 117 - first)], window=window, dtype=dtype, seed=first)
+        rest.q = whole.q[first:]
+        torch.testing.assert_close(rest.run(get_backend("cpu")), result[first:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit_of_a_chunk(dtype: torch.dtype) -> None:
+    lengths = [(0, 33), (16, 16), (40, 9)]
+    one, two = (Step(SMOLLM, lengths, dtype=dtype).run(get_backend("cpu", num_threads=n)) for n in (1, 2))
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
 def test_a_query_of_one_token_is_attended_alike_as_decode_and_as_last_chunk(backend: AttentionBackend) -> None:
     # A chunk of one token may stand behind longer ones: its place in the batch decides nothing.
     first = Step(SMOLLM, [(20, 1), (5, 4)], dtype=dtypes_of(backend)[0])
@@ -318,6 +344,7 @@ def test_a_slot_or_block_outside_the_pool_is_refused() -> None:
     backend = get_backend("cpu")
     step = Step(SMOLLM, [(20, 1)])
     layer = step.pool[:, 1]
+    backend.prepare(step.shape)
     for slot in (-1, len(step.pool) * 16):
         backend.plan(replace(step.metadata, slot_mapping=np.array([slot], np.int64)))
         with pytest.raises(AssertionError, match="in a pool of"):
