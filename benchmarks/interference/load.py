@@ -96,18 +96,19 @@ async def run_round(base_url: str, load: RoundLoad) -> RoundRecords:
     prompts, streams = load.plan_prompts(), load.plan_streams()
     if not prompts:
         raise SpoiltRun(f"no prompt arrives in {load.window_s:g} s at {load.rate:g} a second; make the window longer")
-    all_answered = asyncio.Event()
+    over = asyncio.Event()
     sampling = Sampling(seed=load.seed)
     async with ApiClient(base_url) as client:
         model = await client.model()
 
         async def answered() -> Sequence[RequestRecord]:
-            records, _ = await run_requests(client, model, prompts, sampling)
-            all_answered.set()
+            records, seconds = await run_requests(client, model, prompts, sampling)
+            await asyncio.sleep(max(0.0, load.window[1] - seconds))
+            over.set()
             return records
 
         (of_streams, _), of_prompts, cpu = await asyncio.gather(
-            run_requests(client, model, streams, sampling, enough=all_answered.is_set), answered(), _cpu_time(load)
+            run_requests(client, model, streams, sampling, enough=over.is_set), answered(), _cpu_time(load)
         )
     records = RoundRecords(of_streams, of_prompts, cpu)
     check_round(records, load)
