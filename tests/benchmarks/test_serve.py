@@ -142,7 +142,9 @@ def test_a_server_that_refuses_the_first_request_is_not_measured(servers: list[S
         (["--rates", "1", "--goodput", "itl:3"], "goodput: there are ttft, tpot, e2el"),
         (["--rates", "1", "--endpoint", "localhost"], "an endpoint is name=URL"),
         (["--rates", "1", "--endpoint", "a=http://x", "--endpoint", "a=http://y"], "two servers have the same name"),
-        (["--rates", "1", "--endpoint", "a=http://x", "--base-url", "http://y"], "give one of the two"),
+        (["--rates", "1", "--endpoint", "a=http://x", "--base-url", "http://y"], "choose one of these ways"),
+        (["--rates", "1", "--ours", "", "--base-url", "http://y"], "choose one of these ways"),
+        (["--rates", "1", "--ours", "", "--peer-model", "x"], "go together: one of them is missing"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(arguments: list[str], sentence: str) -> None:
