@@ -46,7 +46,7 @@ class CpuTime:
     """In processor seconds between two moments."""
 
     client: float  # this process
-    server: dict[str, float]  # those that it has started, by name
+    server: dict[str, float]  # those that it has started, each by its name and number; the busiest first
     others: float  # all else that runs here: what disturbs the measurement
 
     @classmethod
@@ -60,7 +60,7 @@ class CpuTime:
             if pid == root:
                 client += seconds
             elif pid in ours:
-                server[process.name] = server.get(process.name, 0.0) + seconds
+                server[f"{process.name} ({pid})"] = seconds
             else:
                 others += seconds
         return cls(client, dict(sorted(server.items(), key=lambda item: -item[1])), others)

@@ -36,7 +36,8 @@ def test_time_is_the_clients_the_servers_or_others() -> None:
     end = Snapshot({pid: Process(p.parent, p.name, p.seconds + pid) for pid, p in begin.processes.items()})
     end.processes[6] = Process(3, "new", 100.0)  # not there when it began
     time = CpuTime.between(begin, end, root=2)
-    assert time == CpuTime(client=2.0, server={"worker": 9.0, "serve": 3.0}, others=1.0)
+    assert list(time.server) == ["worker (5)", "worker (4)", "serve (3)"]
+    assert time == CpuTime(client=2.0, server={"worker (5)": 5.0, "worker (4)": 4.0, "serve (3)": 3.0}, others=1.0)
 
 
 def test_this_process_is_found_with_the_time_that_it_takes() -> None:
