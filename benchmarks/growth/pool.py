@@ -52,7 +52,7 @@ def pool_finding(config: PoolConfig) -> Finding:
     """A row for each size and state."""
     table = Table(
         "pool",
-        f"The same work on larger pools, without the executor (prompts of {PROMPT_BLOCKS} blocks; {DECODING} in a step)",
+        f"The same work on larger pools, without the executor (prompts of {PROMPT_BLOCKS} blocks, {DECODING} a step)",
         [
             Column("blocks", ","),
             Column("cached"),
