@@ -26,6 +26,9 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the server's log
 
 Json = dict[str, Any]
 
+# Made once: `json.dumps` with such options makes an encoder for each event.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
 
 class Shape(Protocol):
     """The objects of one endpoint, for one call."""
@@ -221,8 +224,7 @@ class _EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _send(self, send: Send, event: Json) -> None:
-        data = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = f"data: {data}\n\n".encode()
+        body = f"data: {_encode(event)}\n\n".encode()
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _end(self, send: Send) -> None:
