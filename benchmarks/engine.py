@@ -43,7 +43,7 @@ class Bench:
     def floor_ms(self, num_tokens: int) -> float:
         """Of a step of so many tokens that all sample: its matrix products alone, one after the other."""
         model = self.executor.model
-        linears = [linear for layer in model.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        linears = [linear for layer in model.layers for linear in layer.weights.linears]
         linears.append(model.lm_head)
         with torch.inference_mode():
             rows = [torch.randn(num_tokens, linear.in_features).to(model.embedding.dtype) for linear in linears]

@@ -5,8 +5,11 @@ that brings a chunk they are first copied into one run. Which way a request goes
 mates, and so does every bit of its result.
 """
 
+from collections.abc import MutableMapping
+
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.attention import cpu_copies
 from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape, KVScales
@@ -36,6 +39,8 @@ class CpuBackend:
         self._decode: Decode | None = None
         self._prefill: Prefill | None = None
         self._plan: StepPlan | None = None
+        # Taking a view apart takes microseconds, and every step does it for every layer twice.
+        self._layers: MutableMapping[torch.Tensor, PoolLayer] = WeakTensorKeyDictionary()
 
     def prepare(self, shape: AttentionShape) -> None:
         if shape.kv_dtype != shape.dtype:
@@ -53,13 +58,11 @@ class CpuBackend:
         self, pool_layer_kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scales: KVScales = UNSCALED
     ) -> None:
         assert self._plan is not None, "write_kv before plan"
-        layer = PoolLayer.of(pool_layer_kv)
+        layer = self._layer(pool_layer_kv)
         num_slots = len(pool_layer_kv) * layer.geometry.block_size
         # Nothing below checks bounds, and a pool is shared memory.
         largest = self._plan.largest_slot
         assert largest < num_slots, f"slot {largest} in a pool of {num_slots}"
-        # Contiguous: to numba, a view of a fused projection is another type, that is, another kernel to compile.
-        k, v = (x.to(layer.dtype).contiguous() for x in (k, v))
         cpu_copies.write_kv(layer.kv, as_numpy(k), as_numpy(v), self._plan.metadata.slot_mapping, layer.geometry)
 
     def attend(
@@ -70,7 +73,7 @@ class CpuBackend:
         assert decode is not None, "attend before prepare"
         assert prefill is not None
         assert plan.largest_block < len(pool_layer_kv), f"block {plan.largest_block} in a pool of {len(pool_layer_kv)}"
-        layer, query_start = PoolLayer.of(pool_layer_kv), plan.metadata.query_start
+        layer, query_start = self._layer(pool_layer_kv), plan.metadata.query_start
         if not plan.prefills:
             return decode(q, layer, plan, window)
         if plan.metadata.num_requests == 1:
@@ -82,6 +85,12 @@ class CpuBackend:
             rows = slice(int(query_start[r]), int(query_start[r + 1]))
             out[rows] = prefill(q[rows], layer, plan, r, window)
         return out
+
+    def _layer(self, pool_layer_kv: torch.Tensor) -> PoolLayer:
+        layer = self._layers.get(pool_layer_kv)
+        if layer is None:
+            layer = self._layers[pool_layer_kv] = PoolLayer.of(pool_layer_kv)
+        return layer
 
     def _warm_up(self, shape: AttentionShape, window: int | None) -> None:
         # Types, not sizes, decide what is compiled: one decode and one chunk of two, in blocks 1 and 2.
@@ -98,6 +107,8 @@ class CpuBackend:
                 positions=np.array([0, 0, 1], np.int64),
             )
         )
-        k = torch.zeros((3, shape.num_kv_heads, shape.head_dim), dtype=shape.dtype)
-        self.write_kv(pool, k, k)
-        self.attend(torch.zeros((3, shape.num_heads, shape.head_dim), dtype=shape.dtype), pool, window=window)
+        # Views, as a model brings them: to numba, what has gaps is of another type.
+        heads = torch.zeros((3, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim), dtype=shape.dtype)
+        q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
+        self.write_kv(pool, k, v)
+        self.attend(q, pool, window=window)

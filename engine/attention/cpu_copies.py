@@ -13,7 +13,7 @@ def write_kv(kv: Array, k: Array, v: Array, slot_mapping: Array, geometry: Layer
 
     Args:
         kv: the layer, flat.
-        k, v: [num_tokens, num_kv_heads, head_dim], contiguous, kv's dtype.
+        k, v: [num_tokens, num_kv_heads, head_dim], any strides, kv's dtype.
         slot_mapping: [num_tokens] int64.
     """
     for i in range(len(slot_mapping)):

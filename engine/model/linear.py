@@ -42,12 +42,12 @@ class TiledLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = as_numpy(cpu_linear.pack(weight))
-        offsets = torch.zeros(len(self._weight) * TILE_COLUMNS)
+        packed = as_numpy(cpu_linear.pack(weight))
+        offsets = torch.zeros(len(packed) * TILE_COLUMNS)
         if bias is not None:
             offsets[: self.out_features] = bias
-        self._bias = offsets.numpy()
-        self._num_threads = min(torch.get_num_threads(), MAX_THREADS)
+        self.packed = packed, offsets.numpy()  # weight and bias, as `cpu_linear.linear` takes them
+        self.num_threads = min(torch.get_num_threads(), MAX_THREADS)
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
@@ -57,12 +57,12 @@ class TiledLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(len(x), self.out_features)
-        arrays = as_numpy(x.contiguous()), self._weight, self._bias, as_numpy(out)
-        if self._num_threads == 1:
+        arrays = as_numpy(x.contiguous()), *self.packed, as_numpy(out)
+        if self.num_threads == 1:
             cpu_linear.linear(*arrays)
         else:
-            with launch(self._num_threads):
-                cpu_linear.linear_parallel(*arrays, self._num_threads)
+            with launch(self.num_threads):
+                cpu_linear.linear_parallel(*arrays, self.num_threads)
         return out
 
 

@@ -7,70 +7,15 @@ residual stream twice; at the end, only the rows that sample are multiplied with
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.attention.backend import AttentionBackend, KVScales
-from engine.cpu_code import as_numpy
-from engine.model import cpu_layer
+from engine.attention.backend import AttentionBackend
 from engine.model.config import ModelConfig
+from engine.model.decoder_layer import DecoderLayer
 from engine.model.linear import Linear
-from engine.model.rope import RotaryEmbedding, rotate
-
-
-class RMSNorm:
-    """x / √(mean(x²) + eps) · weight, over the last dimension; the mean in float32."""
-
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
-        self._cpu_weight = as_numpy(weight) if weight.is_cpu else None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._cpu_weight is None:
-            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        rows, out_rows = (as_numpy(tensor.view(-1, x.shape[-1])) for tensor in (x, out))
-        cpu_layer.rms_norm(rows, self._cpu_weight, np.float32(self._eps), out_rows)
-        return out
-
-    def after_adding(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """hidden += delta, in place; the norm of what comes out. Both [num_tokens, hidden_size], contiguous."""
-        if self._cpu_weight is None:
-            hidden += delta
-            return self(hidden)
-        out = torch.empty_like(hidden)
-        arrays = (as_numpy(hidden), as_numpy(delta), self._cpu_weight, np.float32(self._eps), as_numpy(out))
-        cpu_layer.add_rms_norm(*arrays)
-        return out
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up: [num_tokens, 2 * intermediate_size], gates first -> [num_tokens, intermediate_size]."""
-    if not gate_up.is_cpu:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    cpu_layer.silu_and_mul(as_numpy(gate_up), as_numpy(out))
-    return out
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """The weights of a layer; those of q, k and v, and of gate and up, lie one below the other in one matrix."""
-
-    input_norm: RMSNorm
-    qkv: Linear
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-    o: Linear
-    post_attention_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
-    window: int | None
-    kv_scales: KVScales
+from engine.model.norm import RMSNorm
+from engine.model.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,11 +31,10 @@ class Llama:
 
     def warm_up(self) -> None:
         """Compiles, or loads from disk, what runs between the matrix products: before the first request, not in it."""
-        x = self.embedding.new_zeros(1, self.config.hidden_size)
-        self.norm.after_adding(x, self.norm(x))
-        positions = torch.zeros(1, dtype=torch.int64, device=x.device)
-        rotate(x.new_zeros(1, 1, self.config.head_dim), 1, *self.rope.cos_sin(positions))
-        silu_and_mul(self.lm_head(x)[:, :2].contiguous())
+        hidden = self.embedding.new_zeros(1, self.config.hidden_size)
+        cos_sin = self.rope.cos_sin(torch.zeros(1, dtype=torch.int64, device=hidden.device))
+        q, _, _ = self.layers[0].before_attention(hidden, torch.zeros_like(hidden), *cos_sin)
+        self.lm_head(self.norm.after_adding(hidden, self.layers[0].after_attention(hidden, q)))
 
     def forward(
         self,
@@ -112,36 +56,15 @@ class Llama:
             [num_rows, vocab_size] float32.
         """
         hidden = F.embedding(token_ids, self.embedding)
-        cos_sin = self.rope.cos_sin(positions)
-        delta: torch.Tensor | None = None  # of the layer before: not added to the residual stream yet
+        delta = torch.zeros_like(hidden)  # of the layer before: not added to the residual stream yet
+        cos, sin = self.rope.cos_sin(positions)
         for layer, layer_kv in zip(self.layers, layer_kvs, strict=True):
-            x = layer.input_norm(hidden) if delta is None else layer.input_norm.after_adding(hidden, delta)
-            attended = self._attend(layer, x, cos_sin, attention, layer_kv)
-            x = layer.post_attention_norm.after_adding(hidden, attended)
-            delta = layer.down(silu_and_mul(layer.gate_up(x)))
-        assert delta is not None, "a model without layers"
+            q, k, v = layer.before_attention(hidden, delta, cos, sin)
+            attention.write_kv(layer_kv, k, v, scales=layer.kv_scales)
+            attended = attention.attend(q, layer_kv, window=layer.window, scales=layer.kv_scales)
+            delta = layer.after_attention(hidden, attended)
         if len(logit_rows) == 0:
             return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         # Only of these rows: for a chunk in the middle of a prompt it is none.
         last = self.norm.after_adding(hidden[logit_rows], delta[logit_rows])
         return self.lm_head(last).to(torch.float32)
-
-    def _attend(
-        self,
-        layer: DecoderLayer,
-        x: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        attention: AttentionBackend,
-        layer_kv: torch.Tensor,
-    ) -> torch.Tensor:
-        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        heads = layer.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, self.config.head_dim)
-        v = heads[:, num_heads + num_kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-            heads = torch.cat((layer.q_norm(q), layer.k_norm(k)), dim=1)
-        qk = rotate(heads, num_heads + num_kv_heads, *cos_sin)  # both at once: a head is a head
-        q, k = qk[:, :num_heads], qk[:, num_heads:]
-        attention.write_kv(layer_kv, k, v, scales=layer.kv_scales)
-        attended = attention.attend(q, layer_kv, window=layer.window, scales=layer.kv_scales)
-        return layer.o(attended.reshape(len(x), -1))

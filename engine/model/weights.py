@@ -7,9 +7,12 @@ import torch
 
 from engine.attention.backend import KVScales
 from engine.model.config import ModelConfig
+from engine.model.cpu_decoder_layer import FusedLayer
+from engine.model.decoder_layer import DecoderLayer, LayerWeights, PlainLayer
 from engine.model.errors import ModelLoadError
 from engine.model.linear import Linear, make_linear
-from engine.model.llama import DecoderLayer, Llama, RMSNorm
+from engine.model.llama import Llama
+from engine.model.norm import RMSNorm
 from engine.model.rope import RotaryEmbedding
 from engine.model.tensor_source import ROPE_FACTORS, TensorSource, open_source
 
@@ -78,7 +81,7 @@ class _Builder:
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         qkv_sizes, gate_up_sizes = (q_size, kv_size, kv_size), (config.intermediate_size,) * 2
         hidden_size = config.hidden_size
-        return DecoderLayer(
+        weights = LayerWeights(
             input_norm=self._norm(f"{layer}.input_layernorm", hidden_size),
             qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj"), qkv_sizes, hidden_size, bias=config.qkv_bias),
             q_norm=self._norm(f"{attention}.q_norm", config.head_dim) if config.qk_norm else None,
@@ -87,9 +90,16 @@ class _Builder:
             post_attention_norm=self._norm(f"{layer}.post_attention_layernorm", hidden_size),
             gate_up=self._linear(mlp, ("gate_proj", "up_proj"), gate_up_sizes, hidden_size, bias=config.mlp_bias),
             down=self._linear(mlp, ("down_proj",), (hidden_size,), config.intermediate_size, bias=config.mlp_bias),
+        )
+        plain = PlainLayer(
+            weights,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
             window=config.layer_windows[index],
             kv_scales=KVScales(self._kv_scale(attention, "k"), self._kv_scale(attention, "v")),
         )
+        return FusedLayer(plain) if FusedLayer.takes(plain) else plain
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)

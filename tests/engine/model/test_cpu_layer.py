@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from engine.cpu_code import as_numpy
 from engine.model import cpu_layer
-from engine.model.llama import RMSNorm, silu_and_mul
+from engine.model.decoder_layer import silu_and_mul
+from engine.model.norm import RMSNorm
 from engine.model.rope import rotate
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
