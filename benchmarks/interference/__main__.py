@@ -119,6 +119,7 @@ async def _compare(chosen: list[Arrangement], load: RoundLoad, options: argparse
             f"one core prefills {capacity:.2f} prompts of {load.prompt_len:,} tokens a second "
             f"({capacity * load.prompt_len:,.0f} tokens/s); {load.rate:.2f} a second will arrive"
         )
+    findings = {"options": vars(options), "capacity": capacity}
     rounds: dict[str, list[Figures]] = {arrangement.name: [] for arrangement in chosen}
     raw: list[dict[str, Any]] = []
     last: dict[str, RoundRecords] = {}
@@ -131,19 +132,23 @@ async def _compare(chosen: list[Arrangement], load: RoundLoad, options: argparse
             rounds[arrangement.name].append(figures(records, load))
             last[arrangement.name] = records
             raw.append({"round": seed, "arrangement": arrangement.name, **_as_json(records)})
+            # Each time: a run is long, and what ends it early must not take with it what it has found.
+            _write(options.json, {**findings, "load": dataclasses.asdict(load), "rounds": rounds, "records": raw})
             busy = ", ".join(f"{name} {s / load.window_s:.2f}" for name, s in list(records.cpu.server.items())[:4])
             print(
                 f"round {seed + 1} of {options.rounds}: {arrangement.name}; cores: {busy}", file=sys.stderr, flush=True
             )
     console.print(_table(medians(rounds), load, options))
-    findings = {"options": vars(options), "capacity": capacity, "load": dataclasses.asdict(load), "rounds": rounds}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({**findings, "records": raw}, default=str))
     written = [options.json]
     if options.plots:
         in_order = {arrangement.name: last[arrangement.name] for arrangement in chosen}
         written.append(_plot(in_order, load, options.plots / "interference.png"))
     return written
+
+
+def _write(path: Path, findings: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(findings, default=str))
 
 
 def _table(found: Mapping[str, Figures], load: RoundLoad, options: argparse.Namespace) -> Table:
