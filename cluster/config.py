@@ -73,7 +73,8 @@ class ClusterConfig(BaseModel):
         None, min_length=1, description="The name that clients use. (default: the model as given)"
     )
     dtype: Dtype = Field(
-        "auto", description="Of computing and of the KV cache; auto: float32 on a CPU, bfloat16 on a GPU."
+        "auto",
+        description="Of computing and of the KV cache; auto: bfloat16, but float32 on a CPU that cannot multiply it.",
     )
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="What workers compute on.")

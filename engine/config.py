@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.cpu_features import multiplies_bfloat16
 from engine.kvcache.slots import num_blocks_for
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -13,10 +14,10 @@ KVCacheDtype = Literal["auto", "fp8_e4m3"]
 def resolved_dtype(dtype: Dtype, device: str) -> Literal["float32", "bfloat16"]:
     """What "auto" is on a device ("cpu", "cuda", "cuda:1"): whoever plans a pool and who fills it must agree.
 
-    On a CPU it is float32, whatever the weights are stored in: there the same tokens everywhere come before speed.
+    It is bfloat16, whatever the weights are stored in, except on a CPU that cannot multiply it: float32 there.
     """
     if dtype == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
+        return "float32" if device == "cpu" and not multiplies_bfloat16() else "bfloat16"
     return dtype
 
 
@@ -43,8 +44,9 @@ class EngineConfig:
     max_num_seqs: int = 64  # running and receiving
     max_num_batched_tokens: int = 512  # one step's budget: decodes first, prefill chunks with the rest
     # What admission expects a request to generate, if it may generate so much: enough that a request does not crowd
-    # out others as soon as it decodes, far less than max_tokens, which clients set high.
-    expected_growth_tokens: int = 64
+    # out others as soon as it decodes, far less than max_tokens, which clients set high. Simulated on ShareGPT's lengths
+    # (docs/paging.md), 16 keeps the pool as full as 64 does not, and serves as many tokens as 32, which is the best.
+    expected_growth_tokens: int = 16
     max_waiting: int = 1024  # requests
 
     def __post_init__(self) -> None:

@@ -15,12 +15,13 @@ as fast with one row, where all of the core's memory bandwidth is used, 1.6 with
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import llvmlite.binding
 import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from engine.cpu_features import has_feature
 
 TILE_ROWS = 8
 TILE_COLUMNS = 32
@@ -55,10 +56,9 @@ def has_tiles(dtype: torch.dtype) -> bool:
 
     Not so with AMX, whose own tiles are larger, and which oneDNN uses.
     """
-    features = llvmlite.binding.get_host_cpu_features()
     if dtype == torch.float32:
-        return bool(features.get("avx512f"))
-    return dtype == torch.bfloat16 and bool(features.get("avx512bf16")) and not features.get("amx-bf16")
+        return has_feature("avx512f")
+    return dtype == torch.bfloat16 and has_feature("avx512bf16") and not has_feature("amx-bf16")
 
 
 class _Writer(NamedTuple):

@@ -11,11 +11,16 @@ from engine.cpu_math import exp_below_zero
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
 def maximum(x: Array) -> Any:
-    # A vector maximum exists only where NaN is ruled out. Should there be one, the exponentials below still see it.
-    largest = x[0]
-    for i in range(1, len(x)):
-        largest = max(largest, x[i])
-    return largest
+    # Each of four chains waits for itself alone. Where NaN is ruled out a maximum is one instruction; should there be
+    # one, the exponentials below still see it.
+    first = second = third = fourth = x[0]
+    whole = len(x) // 4 * 4
+    for i in range(0, whole, 4):
+        first, second = max(first, x[i]), max(second, x[i + 1])
+        third, fourth = max(third, x[i + 2]), max(fourth, x[i + 3])
+    for i in range(whole, len(x)):
+        first = max(first, x[i])
+    return max(max(first, second), max(third, fourth))
 
 
 @kernel

@@ -52,7 +52,7 @@ def test_workers_differ_in_role_and_id_alone(model: str) -> None:
 
 
 def test_context_is_the_models_and_the_pool_about_a_gibibyte_unless_given(model: str) -> None:
-    plan = plan_workers(ClusterConfig(model=model))
+    plan = plan_workers(ClusterConfig(model=model, dtype="float32"))
     assert plan.engine.max_model_len == 256
     assert plan.bytes_per_block == BLOCK_BYTES
     assert 0 <= plan.engine.num_blocks * BLOCK_BYTES - DEFAULT_POOL_BYTES <= BLOCK_BYTES
@@ -64,7 +64,7 @@ def test_context_is_the_models_and_the_pool_about_a_gibibyte_unless_given(model:
 def test_default_pool_holds_two_contexts_of_a_long_one(tmp_path: Path) -> None:
     # 131,072 tokens of 16 KiB are 2 GiB a context.
     model = write_model(tmp_path, max_position_embeddings=131072, num_hidden_layers=128)
-    plan = plan_workers(ClusterConfig(model=model))
+    plan = plan_workers(ClusterConfig(model=model, dtype="float32"))
     assert plan.engine.num_usable_blocks * plan.engine.block_size >= 2 * 131072
 
 

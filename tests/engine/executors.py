@@ -43,7 +43,7 @@ def _make_torch(block_size: int) -> Executor:
     from engine.torch_executor import TorchExecutor
 
     folder, _ = _tiny_model()
-    return TorchExecutor(folder, block_size=block_size, num_threads=1)
+    return TorchExecutor(folder, dtype="float32", block_size=block_size, num_threads=1)
 
 
 def _expected_torch(prompt: Sequence[int], params: SamplingParams, max_model_len: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.config import EngineConfig
+from engine import config
+from engine.config import EngineConfig, resolved_dtype
 from engine.engine import Engine
 from engine.hash_executor import HashExecutor
 from engine.memory import PrivateMemory
@@ -59,3 +60,20 @@ def test_engine_is_refused_when_its_memory_is_too_small():
     config = EngineConfig(num_blocks=40, max_model_len=16)
     with pytest.raises(ValueError, match="40 blocks of 128 bytes need 5120 bytes, the memory has 4096"):
         Engine(config, HashExecutor(), PrivateMemory(4096))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "multiplies_bfloat16", "expected"),
+    [
+        ("auto", "cpu", True, "bfloat16"),
+        ("auto", "cpu", False, "float32"),
+        ("auto", "cuda:1", False, "bfloat16"),
+        ("float32", "cpu", True, "float32"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+    ],
+)
+def test_auto_is_bfloat16_but_on_a_cpu_that_cannot_multiply_it(
+    dtype, device, multiplies_bfloat16, expected, monkeypatch
+):
+    monkeypatch.setattr(config, "multiplies_bfloat16", lambda: multiplies_bfloat16)
+    assert resolved_dtype(dtype, device) == expected

@@ -33,7 +33,7 @@ def prompts() -> dict[str, list[int]]:
 def make_driver(num_blocks: int = 200, **changes: int) -> Driver:
     limits = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 64, **changes}
     config = EngineConfig(num_blocks=num_blocks, **limits)
-    executor = TorchExecutor(resolve_model(EMBEDDED_MODEL), num_threads=1)
+    executor = TorchExecutor(resolve_model(EMBEDDED_MODEL), dtype="float32", num_threads=1)
     return Driver(Engine(config, executor, PrivateMemory(num_blocks * executor.layout.bytes_per_block)))
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bound(path: Path, **options: object) -> tuple[TorchExecutor, PrivateMemory]:
-    executor = TorchExecutor(path, **{"block_size": BLOCK_SIZE, "num_threads": 1, **options})
+    executor = TorchExecutor(path, **{"dtype": "float32", "block_size": BLOCK_SIZE, "num_threads": 1, **options})
     memory = PrivateMemory(NUM_BLOCKS * executor.layout.bytes_per_block)
     executor.bind(memory, NUM_BLOCKS)
     return executor, memory
@@ -77,7 +77,7 @@ def test_logprobs_are_transformers_own(folder: Path, tmp_path: Path) -> None:
 
 def test_a_block_is_as_long_as_its_layout_says(folder: Path) -> None:
     # 3 layers, K and V, 2 heads of 8, float32.
-    assert TorchExecutor(folder, block_size=4).layout.bytes_per_block == 3 * 2 * 2 * 4 * 8 * 4
+    assert TorchExecutor(folder, block_size=4, dtype="float32").layout.bytes_per_block == 3 * 2 * 2 * 4 * 8 * 4
     assert TorchExecutor(folder, block_size=4, dtype="bfloat16").layout.bytes_per_block == 3 * 2 * 2 * 4 * 8 * 2
 
 
@@ -224,7 +224,7 @@ def test_a_step_that_samples_nothing_is_marked_and_one_that_does_is_done(
 ) -> None:
     monkeypatch.setattr(torch_executor, "_as_bytes", lambda memory, device: memory.bytes)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
-    executor = TorchExecutor(folder, block_size=BLOCK_SIZE, num_threads=1)
+    executor = TorchExecutor(folder, dtype="float32", block_size=BLOCK_SIZE, num_threads=1)
     memory = LateMemory(NUM_BLOCKS * executor.layout.bytes_per_block)
     executor.bind(memory, NUM_BLOCKS)
     prompt = random_tokens(9)
@@ -251,7 +251,7 @@ def test_fingerprints_are_equal_exactly_when_blocks_can_be_exchanged(folder: Pat
     save_model(other, seed=1)
 
     def print_of(path: Path, **options: object) -> bytes:
-        return TorchExecutor(path, **options).layout.fingerprint
+        return TorchExecutor(path, **{"dtype": "float32", **options}).layout.fingerprint
 
     assert len(print_of(folder)) == 16
     assert print_of(folder) == print_of(copy) == print_of(folder, attention_backend="reference", dtype="float32")
