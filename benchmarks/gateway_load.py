@@ -114,7 +114,8 @@ class WorkerClient:
 
     async def __aenter__(self) -> Self:
         self._channel = open_channel(self._address, ChannelConfig())
-        self._call = worker_pb2_grpc.WorkerStub(self._channel).Session()
+        stub: worker_pb2_grpc.WorkerStub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._call = stub.Session()
         # One writer: gRPC takes one message of a stream at a time.
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
         return self
@@ -124,7 +125,7 @@ class WorkerClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def ask(self, lane: int, prompt: Sequence[int], num_tokens: int) -> Answer:
         """Implements `Client`.
