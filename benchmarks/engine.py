@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import MEASURES, decode, prompt
+from benchmarks.measures import MEASURES, decode, prefill, prompt
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import PrivateMemory
@@ -25,6 +25,8 @@ from engine.model.locate import EMBEDDED_MODEL, resolve_model
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.torch_executor import TorchExecutor
+
+CHUNK = 512  # tokens computed in a step at most
 
 
 class Bench:
@@ -35,18 +37,19 @@ class Bench:
         self.executor = executor = TorchExecutor(
             resolve_model(EMBEDDED_MODEL), dtype=dtype, block_size=16, num_threads=threads  # type: ignore[arg-type]
         )  # fmt: skip
-        config = EngineConfig(num_blocks=1024, max_model_len=4096, max_num_batched_tokens=512)
+        config = EngineConfig(num_blocks=1024, max_model_len=4096, max_num_batched_tokens=CHUNK)
         self._engine = Engine(config, executor, PrivateMemory(config.num_blocks * executor.layout.bytes_per_block))
         self._num_requests = 0
         self.ready_s = time.perf_counter() - began
 
-    def floor_ms(self, num_tokens: int) -> float:
-        """Of a step of so many tokens that all sample: its matrix products alone, one after the other."""
+    def floor_ms(self, num_tokens: int, num_sampling: int) -> float:
+        """Of a step of so many tokens, some of which sample: its matrix products alone, one after the other."""
         model = self.executor.model
         linears = [linear for layer in model.layers for linear in layer.weights.linears]
-        linears.append(model.lm_head)
         with torch.inference_mode():
             rows = [torch.randn(num_tokens, linear.in_features).to(model.embedding.dtype) for linear in linears]
+            linears.append(model.lm_head)
+            rows.append(rows[0][:num_sampling])
             start = time.perf_counter()
             for linear, x in zip(linears, rows, strict=True):
                 linear(x)
@@ -76,10 +79,16 @@ def over_floor(batch: int) -> Callable[["Bench"], float]:
     """Time of a decode step over that of its matrix products, measured just before."""
 
     def measure(bench: Bench) -> float:
-        floor_ms = statistics.median(bench.floor_ms(batch) for _ in range(9))
+        floor_ms = statistics.median(bench.floor_ms(batch, batch) for _ in range(9))
         return 1000 * batch / decode(batch)(bench) / floor_ms
 
     return measure
+
+
+def prefill_over_floor(bench: Bench) -> float:
+    """Time of a prompt of 1,024 tokens over that of its matrix products, in the same two chunks."""
+    floor_ms = bench.floor_ms(CHUNK, 0) + bench.floor_ms(CHUNK, 1)
+    return 1000 * 2 * CHUNK / prefill(1, 2 * CHUNK)(bench) / floor_ms
 
 
 OWN_MEASURES = {
@@ -87,6 +96,7 @@ OWN_MEASURES = {
     "decode step / products, batch 1": ("×", over_floor(1)),
     "decode step / products, batch 8": ("×", over_floor(8)),
     "decode step / products, batch 32": ("×", over_floor(32)),
+    "prefill / products, 1 × 1,024": ("×", prefill_over_floor),
 }
 
 

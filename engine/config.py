@@ -44,8 +44,8 @@ class EngineConfig:
     max_num_seqs: int = 64  # running and receiving
     max_num_batched_tokens: int = 512  # one step's budget: decodes first, prefill chunks with the rest
     # What admission expects a request to generate, if it may generate so much: enough that a request does not crowd
-    # out others as soon as it decodes, far less than max_tokens, which clients set high. Simulated on ShareGPT's lengths
-    # (docs/paging.md), 16 keeps the pool as full as 64 does not, and serves as many tokens as 32, which is the best.
+    # out others as soon as it decodes, far less than max_tokens, which clients set high. On lengths like ShareGPT's
+    # (docs/paging.md) 16 fills 95 % of a pool with tokens, where 64 fills 88 %, and serves within 1 % of the best.
     expected_growth_tokens: int = 16
     max_waiting: int = 1024  # requests
 

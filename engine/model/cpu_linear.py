@@ -33,7 +33,7 @@ def _multiply_panels(x: Array, weight: Array, bias: Array, out: Array, first: in
     steps = weight.shape[1]
     panel_size = steps * weight.shape[2] * weight.shape[3]
     num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
-    partial = np.empty((TILE_ROWS, TILE_COLUMNS), x.dtype)
+    partial = np.empty((TILE_ROWS, TILE_COLUMNS), out.dtype)
     for panel in range(first, last):
         column = panel * TILE_COLUMNS
         row = 0
@@ -62,7 +62,7 @@ def linear(x: Array, weight: Array, bias: Array, out: Array) -> None:
         x: [num_rows, in_features], contiguous; float32, or uint16 meaning bfloat16.
         weight: of the same type, as `pack` returns it.
         bias: [panels * TILE_COLUMNS] float32.
-        out: [num_rows, out_features], contiguous, of x's type.
+        out: [num_rows, out_features], contiguous, float32 or of x's type.
     """
     _multiply_panels(x, weight, bias, out, 0, len(weight))
 

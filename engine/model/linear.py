@@ -16,32 +16,38 @@ from engine.model import cpu_linear
 
 
 class Linear(Protocol):
-    """A linear layer for inference: [num_tokens, in_features] -> [num_tokens, out_features], contiguous."""
+    """A linear layer for inference."""
 
     in_features: int
     out_features: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features], contiguous, of x's dtype or float32."""
+        ...
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, to_float32: bool = False) -> Linear:
     """The fastest that can be had here.
 
     Args:
         weight: [out_features, in_features], float32 or bfloat16; may be dropped by the caller afterwards.
         bias: [out_features], of the same dtype.
+        to_float32: what it returns, instead of the weight's dtype; if possible the sums are not rounded in between.
     """
-    for kind in (TiledLinear, OneDnnLinear):
-        if kind.takes(weight):
-            return kind(weight, bias)
-    return PlainLinear(weight, bias)
+    if TiledLinear.takes(weight):
+        return TiledLinear(weight, bias, torch.float32 if to_float32 else weight.dtype)
+    linear = OneDnnLinear(weight, bias) if OneDnnLinear.takes(weight) else PlainLinear(weight, bias)
+    return Widened(linear) if to_float32 and weight.dtype != torch.float32 else linear
 
 
 class TiledLinear:
     """By `engine.cpu_tiles`."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> None:
         self.out_features, self.in_features = weight.shape
+        self._out_dtype = out_dtype or weight.dtype
         packed = as_numpy(cpu_linear.pack(weight))
         offsets = torch.zeros(len(packed) * TILE_COLUMNS)
         if bias is not None:
@@ -56,7 +62,7 @@ class TiledLinear:
         return weight.is_cpu and has_tiles(weight.dtype) and pairs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(len(x), self.out_features)
+        out = torch.empty(len(x), self.out_features, dtype=self._out_dtype)
         arrays = as_numpy(x.contiguous()), *self.packed, as_numpy(out)
         if self.num_threads == 1:
             cpu_linear.linear(*arrays)
@@ -107,3 +113,14 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
+
+
+class Widened:
+    """A linear layer whose results are turned into float32."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x).to(torch.float32)

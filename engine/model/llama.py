@@ -26,7 +26,7 @@ class Llama:
     embedding: torch.Tensor  # [vocab_size, hidden_size]
     layers: tuple[DecoderLayer, ...]
     norm: RMSNorm
-    lm_head: Linear
+    lm_head: Linear  # to float32
     rope: RotaryEmbedding
 
     def warm_up(self) -> None:
@@ -67,4 +67,4 @@ class Llama:
             return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         # Only of these rows: for a chunk in the middle of a prompt it is none.
         last = self.norm.after_adding(hidden[logit_rows], delta[logit_rows])
-        return self.lm_head(last).to(torch.float32)
+        return self.lm_head(last)

@@ -68,9 +68,9 @@ class _Builder:
             layers=tuple(self._layer(i) for i in range(config.num_layers)),
             norm=self._norm("model.norm", config.hidden_size),
             # Tied or not, its packed form is another one than the table's.
-            lm_head=make_linear(embedding)
+            lm_head=make_linear(embedding, to_float32=True)
             if config.tie_word_embeddings
-            else self._linear("lm_head", (), (config.vocab_size,), config.hidden_size, bias=False),
+            else self._linear("lm_head", (), (config.vocab_size,), config.hidden_size, bias=False, to_float32=True),
             rope=RotaryEmbedding(config.rope, config.head_dim, factors, device=self._device),
         )
 
@@ -121,7 +121,14 @@ class _Builder:
         return RMSNorm(weight, self._config.rms_norm_eps)
 
     def _linear(
-        self, parent: str, parts: tuple[str, ...], out_sizes: tuple[int, ...], in_size: int, *, bias: bool
+        self,
+        parent: str,
+        parts: tuple[str, ...],
+        out_sizes: tuple[int, ...],
+        in_size: int,
+        *,
+        bias: bool,
+        to_float32: bool = False,
     ) -> Linear:
         """One layer out of `parts` (children of `parent`; none: itself), one below the other."""
         names = [f"{parent}.{part}" for part in parts] or [parent]
@@ -129,8 +136,8 @@ class _Builder:
         for name, rows in zip(names, torch.split(weight, list(out_sizes)), strict=True):
             self._source.copy_into(f"{name}.weight", rows)
         if not bias:
-            return make_linear(weight)
+            return make_linear(weight, to_float32=to_float32)
         biases = self._empty(sum(out_sizes))
         for name, items in zip(names, torch.split(biases, list(out_sizes)), strict=True):
             self._source.copy_into(f"{name}.bias", items)
-        return make_linear(weight, biases)
+        return make_linear(weight, biases, to_float32=to_float32)

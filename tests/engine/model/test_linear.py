@@ -53,6 +53,25 @@ def test_a_row_is_the_same_to_the_bit_however_many_there_are(
         assert torch.equal(linear(x[first:last]), full[first:last])
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@torch.inference_mode()
+def test_sums_that_are_wanted_in_float32_are_not_rounded_before(rows: int) -> None:
+    weight = torch.randn(40, 64).to(torch.bfloat16)
+    linear_of(TiledLinear, weight)
+    x = torch.randn(rows, 64).to(torch.bfloat16)
+    expected = x.to(torch.float32) @ weight.to(torch.float32).T
+    torch.testing.assert_close(make_linear(weight, to_float32=True)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_float32_is_had_of_any_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TiledLinear, "takes", lambda weight: False)
+    weight, x = torch.randn(40, 64).to(torch.bfloat16), torch.randn(3, 64).to(torch.bfloat16)
+    logits = make_linear(weight, to_float32=True)(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, F.linear(x, weight).to(torch.float32), rtol=2e-2, atol=2e-2)
+
+
 @DTYPES
 @torch.inference_mode()
 def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
