@@ -23,6 +23,7 @@ class Snapshot:
     """All processes at one moment."""
 
     processes: dict[int, Process]
+    busy_s: float  # of all cores since the machine began, with those that have ended, and what its host took
 
     @classmethod
     def take(cls, proc: Path = Path("/proc")) -> "Snapshot":
@@ -31,7 +32,7 @@ class Snapshot:
             proc: where Linux shows its processes.
         """
         found = ((int(folder.name), _read(folder)) for folder in proc.iterdir() if folder.name.isdecimal())
-        return cls({pid: process for pid, process in found if process is not None})
+        return cls({pid: process for pid, process in found if process is not None}, _busy_s(proc))
 
     def below(self, root: int) -> set[int]:
         """Descendants of a process."""
@@ -47,23 +48,28 @@ class CpuTime:
 
     client: float  # this process
     server: dict[str, float]  # those that it has started, each by its name and number; the busiest first
-    others: float  # all else that runs here: what disturbs the measurement
+    others: float  # all else, whether it still runs or has ended: what disturbs the measurement
 
     @classmethod
     def between(cls, begin: Snapshot, end: Snapshot, root: int) -> "CpuTime":
-        """A process that is not in both counts for nothing."""
-        ours = end.below(root)
-        client, server, others = 0.0, dict[str, float](), 0.0
-        for pid in begin.processes.keys() & end.processes.keys():
-            process = end.processes[pid]
-            seconds = process.seconds - begin.processes[pid].seconds
-            if pid == root:
-                client += seconds
-            elif pid in ours:
-                server[f"{process.name} ({pid})"] = seconds
-            else:
-                others += seconds
+        """A process of the server that has ended before `end` is among the others."""
+
+        def seconds(pid: int) -> float:
+            before = begin.processes.get(pid)
+            return end.processes[pid].seconds - (before.seconds if before is not None else 0.0)
+
+        server = {f"{end.processes[pid].name} ({pid})": seconds(pid) for pid in end.below(root)}
+        client, busy_s = seconds(root), end.busy_s - begin.busy_s
+        # Ticks are counted apart for processes and for cores: a difference may come out below nothing.
+        others = max(0.0, busy_s - client - sum(server.values()))
         return cls(client, dict(sorted(server.items(), key=lambda item: -item[1])), others)
+
+
+def _busy_s(proc: Path) -> float:
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_guests = (
+        int(ticks) for ticks in (proc / "stat").read_text().splitlines()[0].split()[1:]
+    )
+    return (user + nice + system + irq + softirq + steal) / _TICKS_PER_S
 
 
 def _descendants(root: int, children: dict[int, list[int]]) -> Iterator[int]:
