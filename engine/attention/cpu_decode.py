@@ -47,12 +47,12 @@ class PortableDecode:
             layer.geometry,
             out.numpy(),
         )
-        if self._num_threads == 1:
-            cpu_kernels.decode_attention(*arguments)
-        else:
+        if len(plan.alone) > 0:
+            cpu_kernels.decode_attention(*arguments, plan.alone)
+        if len(plan.shared) > 0:
             with launch(self._num_threads):
                 heads = _heads_per_task(layer, plan, self._num_threads)
-                cpu_kernels.decode_attention_parallel(*arguments, plan.decode_order, heads)
+                cpu_kernels.decode_attention_parallel(*arguments, plan.shared, heads)
         return out.view(q.shape).to(q.dtype)
 
 
@@ -77,12 +77,12 @@ class TiledDecode:
             layer.geometry,
             as_numpy(out),
         )
-        if self._num_threads == 1:
-            cpu_tiled_decode.decode_attention(*arguments)
-        else:
+        if len(plan.alone) > 0:
+            cpu_tiled_decode.decode_attention(*arguments, plan.alone)
+        if len(plan.shared) > 0:
             with launch(self._num_threads):
                 heads = _heads_per_task(layer, plan, self._num_threads)
-                cpu_tiled_decode.decode_attention_parallel(*arguments, plan.decode_order, heads)
+                cpu_tiled_decode.decode_attention_parallel(*arguments, plan.shared, heads)
         return out.view(q.shape)
 
 
@@ -94,4 +94,4 @@ def _by_kv_head(q: torch.Tensor, layer: PoolLayer) -> tuple[int, int, int, int]:
 
 def _heads_per_task(layer: PoolLayer, plan: StepPlan, num_threads: int) -> int:
     """With many requests a task is a request, whose blocks are then read in one run; with few, one of its KV heads."""
-    return layer.geometry.num_kv_heads if len(plan.decodes) >= 4 * num_threads else 1
+    return layer.geometry.num_kv_heads if len(plan.shared) >= 4 * num_threads else 1

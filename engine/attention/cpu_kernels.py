@@ -168,7 +168,7 @@ def _attend_heads(
 @kernel
 def decode_attention(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
-    out: Array,
+    out: Array, order: Array,
 ) -> None:  # fmt: skip
     """Attention of one query a request, its last position, one request after the other.
 
@@ -179,9 +179,10 @@ def decode_attention(
         context_lens: [num_requests] int32, each at least 1.
         window: keys that a query sees at most.
         scale: float32.
+        order: [≤ num_requests] int64: the requests to be attended.
     """
     num_kv_heads = geometry.num_kv_heads
-    for r in range(len(context_lens)):
+    for r in order:
         _attend_heads(q, kv, tables, context_lens, window, scale, geometry, out, r, 0, num_kv_heads)
 
 
@@ -193,7 +194,7 @@ def decode_attention_parallel(
     """As `decode_attention`, cut into tasks for threads; compiled for itself, it may round the last bits otherwise.
 
     Args:
-        order: [num_requests] int64: threads take runs of this order.
+        order: threads take runs of it.
         kv_heads_per_task: divides num_kv_heads. All of them read a block in one run; fewer make more tasks.
     """
     tasks_per_request = geometry.num_kv_heads // kv_heads_per_task

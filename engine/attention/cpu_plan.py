@@ -37,7 +37,8 @@ class StepPlan:
     decode_rows: slice | torch.Tensor  # their rows of the batch
     decode_tables: npt.NDArray[np.int32]
     decode_contexts: npt.NDArray[np.int32]
-    decode_order: npt.NDArray[np.int64]  # in which threads take them
+    alone: npt.NDArray[np.int64]  # places of the decodes that one thread computes
+    shared: npt.NDArray[np.int64]  # places of those that all threads compute, in the order in which they take them
     prefills: list[int]
     largest_slot: int  # read as unsigned, so that a negative one is large
     largest_block: int
@@ -45,7 +46,11 @@ class StepPlan:
     _rows: dict[LayerGeometry, Rows] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata, num_threads: int) -> "StepPlan":
+    def of(cls, metadata: AttentionMetadata, num_threads: int, least_shared: int) -> "StepPlan":
+        """
+        Args:
+            least_shared: tokens of context from which on a decode is worth waking threads.
+        """
         query_lens = np.diff(metadata.query_start)
         decodes = np.flatnonzero(query_lens == 1)
         decode_rows: slice | torch.Tensor
@@ -54,15 +59,19 @@ class StepPlan:
         else:
             decode_rows = torch.from_numpy(metadata.query_start[decodes].astype(np.int64))
         contexts = metadata.context_lens[decodes]
+        # By its own length alone: what batch mates there are must not decide which code computes a request.
+        is_shared = contexts >= least_shared if num_threads > 1 else np.zeros(len(contexts), np.bool_)
         # Threads take equal runs of the order: deal them long and short contexts alike.
         by_length = np.argsort(-contexts, kind="stable")
+        longest_first = by_length[is_shared[by_length]]
         return cls(
             metadata=metadata,
             decodes=decodes,
             decode_rows=decode_rows,
             decode_tables=metadata.block_tables[decodes],
             decode_contexts=contexts,
-            decode_order=np.concatenate([by_length[t::num_threads] for t in range(num_threads)]),
+            alone=np.flatnonzero(~is_shared),
+            shared=np.concatenate([longest_first[t::num_threads] for t in range(num_threads)]),
             prefills=np.flatnonzero(query_lens > 1).tolist(),
             largest_slot=int(metadata.slot_mapping.view(np.uint64).max(initial=0)),
             largest_block=int(metadata.block_tables.view(np.uint32).max(initial=0)),

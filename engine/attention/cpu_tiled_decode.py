@@ -89,16 +89,17 @@ def _attend_heads(
 @kernel
 def decode_attention(
     q: Array, kv: Array, rows: Array, starts: Array, context_lens: Array, window: int, scale: Any,
-    geometry: LayerGeometry, out: Array,
+    geometry: LayerGeometry, out: Array, order: Array,
 ) -> None:  # fmt: skip
     """As `cpu_kernels.decode_attention`, but with rows instead of tables.
 
     Args:
         q, out: [num_requests, num_kv_heads, group_size, head_dim], contiguous, kv's type; head_dim is a multiple of
             TILE_COLUMNS.
+        order: [≤ num_requests] int64: the requests to be attended.
         rows, starts: as `cpu_pool.find_rows` takes them.
     """
-    for r in range(len(context_lens)):
+    for r in order:
         _attend_heads(
             q[r], kv, rows[starts[r] :], int(context_lens[r]), window, scale, geometry, out[r], 0, geometry.num_kv_heads
         )

@@ -212,6 +212,16 @@ def test_a_result_is_the_same_in_every_bit_whatever_the_batch_mates_and_block_id
         torch.testing.assert_close(alone.run(backend)[alone.rows(r)], result[together.rows(r)], rtol=0, atol=0)
 
 
+def test_which_requests_threads_share_is_theirs_to_say_and_not_their_mates() -> None:
+    """Long ones are shared: the kernel for several threads is compiled for itself, and may round otherwise."""
+    backend = get_backend("cpu", num_threads=2)
+    lengths = [(n, 1) for n in (5, 700, 64, 1500, 33)]
+    together = Step(SMOLLM, lengths).run(backend)
+    for r in range(len(lengths)):
+        alone = Step(SMOLLM, [*[(3, 1)] * r, lengths[r]], seed=r)
+        torch.testing.assert_close(alone.run(backend)[r], together[r], rtol=0, atol=0)
+
+
 def test_threads_change_nothing_beyond_rounding() -> None:
     """The kernel for one thread and the one for several are compiled each for itself: last bits may differ."""
     lengths = [(n, 1) for n in (5, 700, 64, 1, 33, 16, 15, 120, 3)]

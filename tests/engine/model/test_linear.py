@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.model import linear as linear_layers
 from engine.model.linear import Linear, OneDnnLinear, PlainLinear, TiledLinear, make_linear
 
 # The last panel of columns full, and filled by one and by 31 of 32; no panel that is full.
@@ -78,6 +79,7 @@ def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     weight, bias, x = (torch.randn(shape).to(dtype) for shape in ((250, 64), (250,), (19, 64)))
     alone = linear_of(TiledLinear, weight, bias)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(linear_layers, "_LEAST_SHARED_BYTES", 0)
     assert torch.equal(TiledLinear(weight, bias)(x), alone(x))
 
 
