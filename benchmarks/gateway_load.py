@@ -56,9 +56,13 @@ class HttpClient:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for _, writer in self._lanes.values():
-            writer.close()
-            await writer.wait_closed()
+        for lane in list(self._lanes):
+            await self._close(lane)
+
+    async def _close(self, lane: int) -> None:
+        _, writer = self._lanes.pop(lane)
+        writer.close()
+        await writer.wait_closed()
 
     async def ask(self, lane: int, prompt: Sequence[int], num_tokens: int) -> Answer:
         """Implements `Client`.
@@ -66,6 +70,8 @@ class HttpClient:
         Raises:
             AnswerBroken: not the stream of so many tokens.
         """
+        if lane in self._lanes and self._lanes[lane][0].at_eof():
+            await self._close(lane)  # as the server has, since it was idle for some seconds
         if lane not in self._lanes:
             self._lanes[lane] = await asyncio.open_connection(self._url.hostname, self._url.port)
         reader, writer = self._lanes[lane]

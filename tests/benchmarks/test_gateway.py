@@ -124,6 +124,15 @@ async def test_an_answer_that_is_not_whole_is_no_measurement(reply: bytes, messa
             await client.ask(0, [1], 2)
 
 
+async def test_a_connection_that_the_server_has_closed_is_made_anew() -> None:
+    whole = b'HTTP/1.1 200 OK\r\n\r\ndata: {"token_ids":[1]}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n'
+    async with http_server(whole) as base_url, HttpClient(base_url, "m") as client:
+        for _ in range(2):
+            assert (await client.ask(0, [1], 1)).num_tokens == 1
+            reader, _ = client._lanes[0]
+            assert await reader.read() == b""
+
+
 def test_loads_and_profile_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "gateway.json"
     small = ["--lanes", "2", "--tokens", "1,3", "--requests", "6", "--rounds", "1", "--profile", "3"]
