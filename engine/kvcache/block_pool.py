@@ -22,6 +22,7 @@ from engine.kvcache.block import NULL_BLOCK_ID, FreeBlockQueue, KVCacheBlock
 from engine.kvcache.block_hash import BlockHash
 from engine.kvcache.events import EventLog, KVEvent
 from engine.kvcache.integrity import check_pool
+from engine.kvcache.registered import RegisteredBlocks
 
 
 class BlockPool:
@@ -43,8 +44,7 @@ class BlockPool:
         self.free_queue = FreeBlockQueue()
         for block in self.blocks[NULL_BLOCK_ID + 1 :]:
             self.free_queue.append(block)
-        # Every copy of each content, by group and hash.
-        self.registered: list[dict[BlockHash, list[KVCacheBlock]]] = [{} for _ in range(num_groups)]
+        self.registered = [RegisteredBlocks() for _ in range(num_groups)]  # by group
         self._num_cached = 0  # registered blocks in the free queue
         self._events = EventLog()
 
@@ -163,13 +163,8 @@ class BlockPool:
         block.parent = parent
         block.block_hash = block_hash
         block.group_id = group_id
-        registered = self.registered[group_id]
-        copies = registered.get(block_hash)
-        if copies is not None:
-            copies.append(block)
-            return
-        registered[block_hash] = [block]
-        self._events.stored(block_hash, group_id)
+        if self.registered[group_id].add(block_hash, block):
+            self._events.stored(block_hash, group_id)
 
     def is_cached(self, block_hash: BlockHash, group_id: int = 0) -> bool:
         """Whether a block of this content is there, held or not."""
@@ -180,8 +175,8 @@ class BlockPool:
 
         Of several copies one that is held is preferred: taking it costs no available block.
         """
-        copies = self.registered[group_id].get(block_hash)
-        if copies is None:
+        copies = self.registered[group_id].copies(block_hash)
+        if not copies:
             return []
         block: KVCacheBlock | None = next((copy for copy in copies if copy.is_active), copies[0])
         chain = []
@@ -264,14 +259,8 @@ class BlockPool:
         block_hash = block.block_hash
         assert block_hash is not None, f"not registered: {block}"
         assert not block.is_active, f"held, so its content stays: {block}"
-        registered = self.registered[block.group_id]
-        copies = registered[block_hash]
         block.block_hash = block.parent = block.parent_hash = None
-        if len(copies) > 1:
-            copies.remove(block)
-            return False
-        del registered[block_hash]
-        return True
+        return self.registered[block.group_id].remove(block_hash, block)
 
     def check_integrity(self) -> None:
         """Proves the pool whole; see `integrity`.

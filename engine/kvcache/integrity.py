@@ -35,7 +35,7 @@ def check_pool(pool: BlockPool) -> None:
 
 def _check_content(pool: BlockPool, block: KVCacheBlock) -> None:
     if block.block_hash is not None:
-        copies = pool.registered[block.group_id].get(block.block_hash, [])
+        copies = pool.registered[block.group_id].copies(block.block_hash)
         assert sum(copy is block for copy in copies) == 1, f"not once in the hash map: {block}"
 
 
@@ -63,9 +63,7 @@ def _check_active_children(pool: BlockPool) -> None:
 
 
 def _check_counts(pool: BlockPool, place: dict[int, int]) -> None:
-    for registered in pool.registered:
-        assert all(registered.values()), "a hash without a copy"
-    num_mapped = sum(len(copies) for registered in pool.registered for copies in registered.values())
+    num_mapped = sum(len(registered.copies(h)) for registered in pool.registered for h in registered)
     num_named = sum(block.block_hash is not None for block in pool.blocks)
     assert num_mapped == num_named, f"{num_mapped} blocks in the hash map, {num_named} with a hash"
     num_active = sum(block.is_active for block in pool.blocks)

@@ -8,6 +8,7 @@ from engine.kvcache.block import KVCacheBlock
 from engine.kvcache.block_hash import hash_block, hash_blocks, root_hash
 from engine.kvcache.block_pool import BlockPool
 from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared
+from engine.kvcache.registered import RegisteredBlocks
 
 ROOT = root_hash(b"f" * 16)
 
@@ -328,7 +329,7 @@ def test_only_neighbours_are_touched_when_a_block_is_taken_out_of_a_large_pool()
         lambda pool, table: setattr(pool.blocks[table[0]], "block_hash", ROOT),
         lambda pool, table: setattr(pool.blocks[table[1]], "parent", None),
         lambda pool, table: setattr(pool.blocks[table[1]], "num_active_children", 1),
-        lambda pool, table: pool.registered[0].clear(),
+        lambda pool, table: setattr(pool, "registered", [RegisteredBlocks()]),
         lambda pool, table: pool.free_queue.append(pool.blocks[table[1]]),
         lambda pool, table: pool.free_queue.popleft(),
         lambda pool, table: setattr(next(iter(pool.free_queue)), "prev_free", None),
