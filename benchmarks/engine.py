@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine [--dtype float32] [--threads 1] [--repeat 3] [--json FILE]
 
-What is measured: `benchmarks.measures`; and how far a decode step is from its matrix products alone. Medians of
-`--repeat` runs, after one that warms up.
+What is measured: `benchmarks.measures`; and how far decoding and prefill are from their matrix products alone. Medians
+of `--repeat` runs, after one that warms up.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import MEASURES, decode, prefill, prompt
+from benchmarks.measures import MEASURES, prompt
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory import PrivateMemory
@@ -75,28 +75,28 @@ class Bench:
         self._engine.clear_cache()
 
 
-def over_floor(batch: int) -> Callable[["Bench"], float]:
-    """Time of a decode step over that of its matrix products, measured just before."""
+OverFloor = Callable[[Bench, float], float]  # takes tokens a second as they were measured
 
-    def measure(bench: Bench) -> float:
+
+def decode_over_floor(batch: int) -> OverFloor:
+    def over_floor(bench: Bench, tokens_per_s: float) -> float:
         floor_ms = statistics.median(bench.floor_ms(batch, batch) for _ in range(9))
-        return 1000 * batch / decode(batch)(bench) / floor_ms
+        return 1000 * batch / tokens_per_s / floor_ms
 
-    return measure
-
-
-def prefill_over_floor(bench: Bench) -> float:
-    """Time of a prompt of 1,024 tokens over that of its matrix products, in the same two chunks."""
-    floor_ms = bench.floor_ms(CHUNK, 0) + bench.floor_ms(CHUNK, 1)
-    return 1000 * 2 * CHUNK / prefill(1, 2 * CHUNK)(bench) / floor_ms
+    return over_floor
 
 
-OWN_MEASURES = {
-    **MEASURES,
-    "decode step / products, batch 1": ("×", over_floor(1)),
-    "decode step / products, batch 8": ("×", over_floor(8)),
-    "decode step / products, batch 32": ("×", over_floor(32)),
-    "prefill / products, 1 × 1,024": ("×", prefill_over_floor),
+def prefill_over_floor(bench: Bench, tokens_per_s: float) -> float:
+    floor_ms = statistics.median(bench.floor_ms(CHUNK, 0) + bench.floor_ms(CHUNK, 1) for _ in range(3))
+    return 1000 * 2 * CHUNK / tokens_per_s / floor_ms
+
+
+# Time over that of the matrix products in it, which are measured just after.
+OVER_FLOOR: dict[str, OverFloor] = {
+    "decode, batch 1": decode_over_floor(1),
+    "decode, batch 8": decode_over_floor(8),
+    "decode, batch 32": decode_over_floor(32),
+    "prefill, 1 × 1,024": prefill_over_floor,
 }
 
 
@@ -111,11 +111,17 @@ def main() -> None:
     bench = Bench(arguments.dtype, arguments.threads)
     table = Table("", "median", "least", "most", "unit", title=f"{arguments.dtype}, {arguments.threads} thread(s)")
     results: dict[str, dict[str, object]] = {"ready": {"unit": "s", "median": bench.ready_s}}
-    for name, (unit, measure) in OWN_MEASURES.items():
-        measure(bench)
-        values = [measure(bench) for _ in range(arguments.repeat)]
+
+    def add(name: str, unit: str, values: list[float]) -> None:
         results[name] = {"unit": unit, "median": statistics.median(values), "values": values}
         table.add_row(name, *(f"{v:,.4g}" for v in (statistics.median(values), min(values), max(values))), unit)
+
+    for name, (unit, measure) in MEASURES.items():
+        measure(bench)
+        values = [measure(bench) for _ in range(arguments.repeat)]
+        add(name, unit, values)
+        if name in OVER_FLOOR:
+            add(f"{name}: time / products", "×", [OVER_FLOOR[name](bench, value) for value in values])
     Console().print(table)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

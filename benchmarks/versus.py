@@ -46,10 +46,11 @@ def main() -> None:
         rounds.append((ours, peers))
         print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     medians = _medians(rounds)
-    _print(medians, arguments.dtype)
+    own = {name: statistics.median(float(ours[name]["median"]) for ours, _ in rounds) for name in _own(rounds)}
+    _print(medians, own, arguments.dtype)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"dtype": arguments.dtype, "medians": medians, "rounds": rounds}
+        found = {"dtype": arguments.dtype, "medians": medians, "own": own, "rounds": rounds}
         arguments.json.write_text(json.dumps(found, indent=1))
 
 
@@ -83,10 +84,18 @@ def _medians(rounds: list[tuple[Results, Results]]) -> dict[str, tuple[str, floa
     }
 
 
-def _print(medians: dict[str, tuple[str, float, float]], dtype: str) -> None:
+def _own(rounds: list[tuple[Results, Results]]) -> list[str]:
+    """What is measured of ours alone."""
+    ours, peers = rounds[0]
+    return [name for name in ours if name not in peers]
+
+
+def _print(medians: dict[str, tuple[str, float, float]], own: dict[str, float], dtype: str) -> None:
     table = Table("", "ours", "vLLM", "unit", "ours / vLLM", title=f"{dtype}, one core, medians")
     for name, (unit, ours, peers) in medians.items():
         table.add_row(name, f"{ours:,.1f}", f"{peers:,.1f}", unit, f"{ours / peers:.2f}")
+    for name, median in own.items():
+        table.add_row(name, f"{median:,.2f}", "", "×", "")
     Console().print(table)
 
 

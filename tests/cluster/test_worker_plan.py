@@ -77,7 +77,7 @@ def test_pool_too_small_for_a_context_is_refused_with_the_numbers(model: str) ->
 def test_default_pool_is_refused_where_one_context_would_take_the_machine(tmp_path: Path) -> None:
     model = write_model(tmp_path, max_position_embeddings=1 << 20, num_hidden_layers=128)
     with pytest.raises(ConfigError, match=r"num_blocks must be at least 65537, or max_model_len at most 262144"):
-        plan_workers(ClusterConfig(model=model))
+        plan_workers(ClusterConfig(model=model, dtype="float32"))
 
 
 def test_context_beyond_the_models_is_refused(model: str) -> None:

@@ -275,7 +275,10 @@ def test_threads_are_what_was_asked_for(folder: Path) -> None:
         ({"block_size": 0}, "block_size must be above 0, not 0"),
         ({"num_threads": 0}, "num_threads must be above 0, not 0"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be one of auto, fp8_e4m3, not 'fp8'"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "attention backend cpu keeps the KV cache in .*float32, not in .*float8"),
+        (
+            {"dtype": "float32", "kv_cache_dtype": "fp8_e4m3"},
+            "attention backend cpu keeps the KV cache in .*float32, not in .*float8",
+        ),
         ({"device": "cuda"}, "device cuda is not there: torch sees 0 GPUs"),
         ({"device": "tpu"}, "device must be cpu, cuda or cuda:<number>, not 'tpu'"),
         ({"attention_backend": "gpu"}, "attention backend must be one of .*, not 'gpu'"),
