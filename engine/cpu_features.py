@@ -8,7 +8,10 @@ def has_feature(name: str) -> bool:
     """By LLVM's name of it: "avx512f", "avx512bf16", "amx-bf16"."""
     import llvmlite.binding
 
-    return bool(llvmlite.binding.get_host_cpu_features().get(name))
+    try:
+        return bool(llvmlite.binding.get_host_cpu_features().get(name))
+    except RuntimeError:  # LLVM cannot tell on this platform
+        return False
 
 
 def multiplies_bfloat16() -> bool:
