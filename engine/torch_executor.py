@@ -24,6 +24,7 @@ from engine.huge_pages import collapse_into_huge_pages
 from engine.memory import DeviceMemory, HostMemory, KVLayout, PoolMemory
 from engine.model.config import ModelConfig
 from engine.model.fingerprint import fingerprint, weights_identity
+from engine.model.linear import TiledLinear
 from engine.model.llama import Llama
 from engine.model.tensor_source import weight_files
 from engine.model.weights import load_llama
@@ -41,7 +42,7 @@ class TorchExecutor:
             `engine.config.resolved_dtype`.
         device: "cpu", or a GPU as torch names it ("cuda", "cuda:1").
         attention_backend: a name in `engine.attention.BACKENDS`; "auto": the best that can run here.
-        num_threads: for the whole process; None leaves what torch has chosen.
+        num_threads: that compute; None: as many as torch has chosen. For the whole process.
         max_graph_batch: decode steps of up to so many requests are captured as CUDA graphs; 0: none.
         max_model_len: no request is longer; None: the model's context.
 
@@ -102,6 +103,9 @@ class TorchExecutor:
         )
         if not on_gpu:
             collapse_into_huge_pages()
+        if isinstance(self._model.lm_head, TiledLinear):
+            # What takes time has threads of its own; torch's would spin on the cores that those compute on.
+            torch.set_num_threads(1)
         self._sampler = _make_sampler(self._device)
         self._layout = KVLayout(
             block_size=block_size,

@@ -5,8 +5,8 @@ blocks are, so block size and context decide nothing but addresses. Scores, soft
 that the softmax gives are rounded to the pool's type, as for a chunk of queries.
 
 Measured on one Zen 4 core in bfloat16, SmolLM2-135M, blocks scattered: 1.4 times as fast as `cpu_kernels` with 32
-requests of 192 tokens, 1.7 with 4 of 2,000; a kernel that only reads as much memory takes 80 % of the time. In float32 both
-wait for memory.
+requests of 192 tokens, 1.7 with 4 of 2,000; only to read the same memory takes 80 % of its time. In float32 both wait
+for memory.
 """
 
 from typing import Any
