@@ -39,6 +39,7 @@ class ScheduledRequest:
     num_computed_tokens: int  # before the step: everything below is in the pool already
     block_tables: tuple[Sequence[int], ...]  # block ids, one table a KV cache group
     sampling: SamplingInput | None  # None: a chunk that does not reach the last token, nothing is sampled
+    is_prompt: bool = False  # begins within the prompt; an executor may compute a single such token as a chunk
 
 
 @dataclass(frozen=True, slots=True)

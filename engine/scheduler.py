@@ -204,6 +204,7 @@ class Scheduler:
                 num_computed_tokens=first,
                 block_tables=self.manager.block_tables(request.request_id),
                 sampling=request.sampling_input if end == request.num_tokens else None,
+                is_prompt=first < request.num_prompt_tokens,
             )
         )
         return end - first

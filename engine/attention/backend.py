@@ -34,6 +34,8 @@ class AttentionMetadata:
     block_tables: npt.NDArray[np.int32]  # [num_requests, max_blocks], padded with 0, the null block
     slot_mapping: npt.NDArray[np.int64]  # [num_tokens]: block_id · block_size + position % block_size
     positions: npt.NDArray[np.int64]  # [num_tokens]
+    # [num_requests]: chunks of prompts, also of a single token; None: whatever has one query is a decode.
+    is_prompt: npt.NDArray[np.bool_] | None = None
 
     @property
     def num_requests(self) -> int:
@@ -167,4 +169,5 @@ def build_metadata(
         block_tables=block_tables,
         slot_mapping=block_ids * block_size + positions % block_size,
         positions=positions,
+        is_prompt=np.fromiter((r.is_prompt for r in requests), np.bool_, num_requests),
     )

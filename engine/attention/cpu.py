@@ -1,8 +1,8 @@
 """Attention on a CPU, straight out of the pool.
 
-A request that brings one query (a decode step, or the last token of a prompt) is attended where its blocks are; for one
-that brings a chunk they are first copied into one run. Which way a request goes depends on it alone, never on its batch
-mates, and so does every bit of its result.
+A request that decodes is attended where its blocks are; for one that brings a chunk of its prompt they are first copied
+into one run. Which way a request goes depends on it alone, never on its batch mates, and so does every bit of its
+result.
 """
 
 from collections.abc import MutableMapping

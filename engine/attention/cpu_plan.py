@@ -30,7 +30,11 @@ class MaskedTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """Made once a step; requests with one query are decodes, all others prefills."""
+    """Made once a step. Requests with one query are decodes, all others prefills.
+
+    And so is the last token of a prompt that is computed by itself, because the others are cached or because a chunk
+    ended there: it is then the same, to the bit, as in any other chunk.
+    """
 
     metadata: AttentionMetadata
     decodes: npt.NDArray[np.int64]  # [num_decodes] requests
@@ -52,9 +56,12 @@ class StepPlan:
             least_shared: tokens of context from which on a decode is worth waking threads.
         """
         query_lens = np.diff(metadata.query_start)
-        decodes = np.flatnonzero(query_lens == 1)
+        is_decode = query_lens == 1
+        if metadata.is_prompt is not None:
+            is_decode &= ~metadata.is_prompt
+        decodes = np.flatnonzero(is_decode)
         decode_rows: slice | torch.Tensor
-        if len(decodes) == metadata.num_decodes:  # the usual case: they are all at the front
+        if len(decodes) == 0 or decodes[-1] == len(decodes) - 1:  # the usual case: they are all at the front
             decode_rows = slice(0, len(decodes))
         else:
             decode_rows = torch.from_numpy(metadata.query_start[decodes].astype(np.int64))
@@ -72,7 +79,7 @@ class StepPlan:
             decode_contexts=contexts,
             alone=np.flatnonzero(~is_shared),
             shared=np.concatenate([longest_first[t::num_threads] for t in range(num_threads)]),
-            prefills=np.flatnonzero(query_lens > 1).tolist(),
+            prefills=np.flatnonzero(~is_decode).tolist(),
             largest_slot=int(metadata.slot_mapping.view(np.uint64).max(initial=0)),
             largest_block=int(metadata.block_tables.view(np.uint32).max(initial=0)),
         )

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
-from engine.config import EngineConfig
+from engine.config import Dtype, EngineConfig
+from engine.cpu_tiles import has_tiles
 from engine.engine import Engine
 from engine.memory import PrivateMemory
 from engine.model.locate import EMBEDDED_MODEL, resolve_model
@@ -30,10 +32,10 @@ def prompts() -> dict[str, list[int]]:
     return {"chat": CHAT, **random, **turns}
 
 
-def make_driver(num_blocks: int = 200, **changes: int) -> Driver:
+def make_driver(num_blocks: int = 200, *, dtype: Dtype = "float32", **changes: int) -> Driver:
     limits = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 64, **changes}
     config = EngineConfig(num_blocks=num_blocks, **limits)
-    executor = TorchExecutor(resolve_model(EMBEDDED_MODEL), dtype="float32", num_threads=1)
+    executor = TorchExecutor(resolve_model(EMBEDDED_MODEL), dtype=dtype, num_threads=1)
     return Driver(Engine(config, executor, PrivateMemory(num_blocks * executor.layout.bytes_per_block)))
 
 
@@ -59,6 +61,22 @@ def test_tokens_equal_transformers_at_once_and_from_a_warm_cache(expected: dict[
     assert run(driver, "warm") == expected
     assert driver.outputs["warm 100 tokens"][0].num_cached_tokens == 96
     assert not driver.preempted
+
+
+@pytest.mark.skipif(not has_tiles(torch.bfloat16), reason="this CPU multiplies bfloat16 otherwise")
+def test_bfloat16_is_the_same_to_the_bit_alone_in_any_chunks_and_from_a_warm_cache() -> None:
+    """A prompt's rest of a single token, which a warm cache or a chunk's end leaves, included."""
+
+    def logprobs(driver: Driver, tag: str) -> dict[str, list[tuple[tuple[int, float], ...]]]:
+        run(driver, tag, logprobs=5)
+        tokens = {name: [o.token for o in driver.outputs[f"{tag} {name}"]] for name in prompts()}
+        return {name: [token.top for token in of_one if token is not None] for name, of_one in tokens.items()}
+
+    driver = make_driver(dtype="bfloat16")
+    cold = logprobs(driver, "cold")
+    assert logprobs(driver, "warm") == cold
+    chunked = make_driver(dtype="bfloat16", max_num_batched_tokens=16)
+    assert logprobs(chunked, "chunked") == cold
 
 
 def test_tokens_equal_transformers_when_requests_are_preempted(expected: dict[str, list[int]]) -> None:

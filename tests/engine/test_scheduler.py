@@ -41,6 +41,17 @@ def test_decodes_come_first_and_chunks_take_the_rest_when_budget_is_short():
     ]
 
 
+def test_a_prompts_last_token_is_the_prompts_also_when_it_comes_alone():
+    driver = Driver(make_engine(max_num_batched_tokens=8))
+    steps = []
+    inner = driver.engine.executor.execute
+    driver.engine.executor.execute = lambda step: steps.append(step.requests) or inner(step)
+    driver.add(make_request("a", prompt_of(9)))
+    driver.run()
+    shares = [(len(share.token_ids), share.is_prompt) for (share,) in steps]
+    assert shares == [(8, True), (1, True), (1, False), (1, False), (1, False)]
+
+
 def test_no_step_exceeds_the_budget_when_many_prompts_wait():
     driver, steps = recorded(max_num_batched_tokens=9)
     driver.add(*(make_request(f"r{i}", prompt_of(7 + i, i)) for i in range(6)))

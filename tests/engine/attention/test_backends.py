@@ -60,6 +60,7 @@ class Step:
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         num_spare_blocks: int = 3,
+        is_prompt: bool = False,
     ) -> None:
         self.heads, self.block_size, self.window = heads, block_size, window
         self.scale = heads.head_dim**-0.5
@@ -73,7 +74,7 @@ class Step:
         tables = [[free.pop() for _ in range(n)] for n in needed]
         # Two spare blocks of growth in the table: reserved, not yet meaningful.
         requests = [
-            ScheduledRequest(f"r{r}", [0] * new, before, (table + free[:2],), None)
+            ScheduledRequest(f"r{r}", [0] * new, before, (table + free[:2],), None, is_prompt)
             for r, ((before, new), table) in enumerate(zip(lengths, tables, strict=True))
         ]
         self.metadata = build_metadata(requests, block_size=block_size)
@@ -240,8 +241,8 @@ def test_how_a_prompt_is_cut_into_chunks_changes_no_bit(dtype: torch.dtype, wind
         pytest.skip(f"this CPU has no tiles of {dtype}")
     whole = Step(SMOLLM, [(0, 117)], window=window, dtype=dtype)
     result = whole.run(get_backend("cpu"))
-    for first in (2, 16, 63, 100):
-        rest = Step(SMOLLM, [(first, 117 - first)], window=window, dtype=dtype, seed=first)
+    for first in (2, 16, 63, 100, 116):
+        rest = Step(SMOLLM, [(first, 117 - first)], window=window, dtype=dtype, seed=first, is_prompt=True)
         rest.q = whole.q[first:]
         torch.testing.assert_close(rest.run(get_backend("cpu")), result[first:], rtol=0, atol=0)
 
