@@ -2,12 +2,16 @@
 
 bfloat16, which numba lacks, is uint16 to it: its sixteen bits are the upper half of a float32.
 
-Everything compiles on first use and is kept on disk beside the source, so that only the first start of all pays.
+Everything compiles on first use and is kept on disk beside the source, so that only the first start of all pays. It is
+kept under a digest of all kernels' sources: numba itself looks at the file of a function alone, and would go on using
+what was compiled with other functions that this one calls.
 """
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -26,6 +30,21 @@ Array = npt.NDArray[Any]
 numba.config.THREADING_LAYER = "workqueue"  # type: ignore[attr-defined]
 MAX_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 _launching = threading.Lock()
+
+_ENGINE = Path(__file__).parent
+
+
+def sources_digest(folder: Path = _ENGINE) -> str:
+    """Of every file that machine code is compiled from: those named `cpu_*.py`."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("cpu_*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+# NUMBA_CACHE_DIR, if it is set, says where; a folder that cannot be written is passed over for one of the user's.
+_CACHE = Path(numba.config.CACHE_DIR or _ENGINE / "__pycache__")  # type: ignore[attr-defined]
+numba.config.CACHE_DIR = str(_CACHE / f"kernels-{sources_digest()}")  # type: ignore[attr-defined]
 
 # Sums may be reordered (or nothing vectorizes), but a NaN stays one: a broken model must not look like a sound one.
 _SAFE_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}

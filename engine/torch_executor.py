@@ -103,7 +103,8 @@ class TorchExecutor:
         )
         if not on_gpu:
             collapse_into_huge_pages()
-        if isinstance(self._model.lm_head, TiledLinear):
+        tiled = all(isinstance(linear, TiledLinear) for linear in self._model.linears)
+        if tiled and not getattr(self._attention, "needs_torch_threads", True):
             # What takes time has threads of its own; torch's would spin on the cores that those compute on.
             torch.set_num_threads(1)
         self._sampler = _make_sampler(self._device)

@@ -16,11 +16,12 @@ from engine.attention.backend import UNSCALED, AttentionMetadata, AttentionShape
 from engine.attention.cpu_decode import Decode, make_decode
 from engine.attention.cpu_plan import StepPlan
 from engine.attention.cpu_pool import PoolLayer
-from engine.attention.cpu_prefill import Prefill, make_prefill
+from engine.attention.cpu_prefill import Prefill, TorchPrefill, make_prefill
 from engine.cpu_code import MAX_THREADS, as_numpy
 
 # Of a layer's keys and values; read in some 30 µs, where waking threads takes 70.
 _LEAST_SHARED_BYTES = 512 << 10
+_NEVER = 2**31
 
 
 class CpuBackend:
@@ -41,7 +42,7 @@ class CpuBackend:
         self._tiles = tiles
         self._decode: Decode | None = None
         self._prefill: Prefill | None = None
-        self._least_shared = 0  # tokens of context
+        self._least_shared = _NEVER  # tokens of context
         self._plan: StepPlan | None = None
         # Taking a view apart takes microseconds, and every step does it for every layer twice.
         self._layers: MutableMapping[torch.Tensor, PoolLayer] = WeakTensorKeyDictionary()
@@ -51,10 +52,16 @@ class CpuBackend:
             raise ValueError(f"attention backend cpu keeps the KV cache in {shape.dtype}, not in {shape.kv_dtype}")
         self._decode = make_decode(shape, self._num_threads, tiles=self._tiles)
         self._prefill = make_prefill(shape, self._num_threads, tiles=self._tiles)
+        for window in shape.windows:
+            for self._least_shared in (_NEVER, 0):  # the code for one thread, and that for several
+                self._warm_up(shape, window)
         bytes_per_token = 2 * shape.num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
         self._least_shared = -(-_LEAST_SHARED_BYTES // bytes_per_token)
-        for window in shape.windows:
-            self._warm_up(shape, window)
+
+    @property
+    def needs_torch_threads(self) -> bool:
+        """Whether chunks are torch's to compute; if not, no call here is worth a thread of torch's."""
+        return isinstance(self._prefill, TorchPrefill)
 
     def plan(self, metadata: AttentionMetadata, *, replayed: bool = False) -> None:
         assert not replayed, "there are no graphs on a CPU"

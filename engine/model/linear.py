@@ -66,14 +66,23 @@ class TiledLinear:
         return weight.is_cpu and has_tiles(weight.dtype) and pairs
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_bytes_read = -(-len(x) // TILE_ROWS) * self.packed[0].nbytes
+        return self._multiply(x, self.num_threads if num_bytes_read >= _LEAST_SHARED_BYTES else 1)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles, or loads from disk, all that a call may need, for an `x` of this dtype."""
+        x = torch.zeros(1, self.in_features, dtype=dtype)
+        for num_threads in {1, self.num_threads}:
+            self._multiply(x, num_threads)
+
+    def _multiply(self, x: torch.Tensor, num_threads: int) -> torch.Tensor:
         out = torch.empty(len(x), self.out_features, dtype=self._out_dtype)
         arrays = as_numpy(x.contiguous()), *self.packed, as_numpy(out)
-        num_tiles = -(-len(x) // TILE_ROWS)
-        if self.num_threads == 1 or num_tiles * arrays[1].nbytes < _LEAST_SHARED_BYTES:
+        if num_threads == 1:
             cpu_linear.linear(*arrays)
         else:
-            with launch(self.num_threads):
-                cpu_linear.linear_parallel(*arrays, self.num_threads)
+            with launch(num_threads):
+                cpu_linear.linear_parallel(*arrays, num_threads)
         return out
 
 

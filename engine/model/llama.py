@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.attention.backend import AttentionBackend
 from engine.model.config import ModelConfig
 from engine.model.decoder_layer import DecoderLayer
-from engine.model.linear import Linear
+from engine.model.linear import Linear, TiledLinear
 from engine.model.norm import RMSNorm
 from engine.model.rope import RotaryEmbedding
 
@@ -29,12 +29,19 @@ class Llama:
     lm_head: Linear  # to float32
     rope: RotaryEmbedding
 
+    @property
+    def linears(self) -> list[Linear]:
+        return [*(linear for layer in self.layers for linear in layer.weights.linears), self.lm_head]
+
     def warm_up(self) -> None:
-        """Compiles, or loads from disk, what runs between the matrix products: before the first request, not in it."""
+        """Compiles, or loads from disk, what a step runs besides attention: before the first request, not in it."""
         hidden = self.embedding.new_zeros(1, self.config.hidden_size)
         cos_sin = self.rope.cos_sin(torch.zeros(1, dtype=torch.int64, device=hidden.device))
         q, _, _ = self.layers[0].before_attention(hidden, torch.zeros_like(hidden), *cos_sin)
         self.lm_head(self.norm.after_adding(hidden, self.layers[0].after_attention(hidden, q)))
+        for linear in self.linears:
+            if isinstance(linear, TiledLinear):
+                linear.warm_up(hidden.dtype)
 
     def forward(
         self,

@@ -37,8 +37,10 @@ with event.install_recorder("numba:compile") as compiled:
     backend = get_backend("cpu", num_threads={num_threads})
     shape = AttentionShape(4, 2, 32, 8, torch.float32, torch.float32, scale=1.0, windows=frozenset({{5}}))
     backend.prepare(shape)
-    pool, fused = torch.zeros(9, 2, 2, 8, 32), torch.zeros(7, 8, 32)
-    metadata = build_metadata([ScheduledRequest("r", [0] * 7, 3, ([4, 2],), None)], block_size=8)
+    pool, fused = torch.zeros(999, 2, 2, 8, 32), torch.zeros(8, 8, 32)
+    # One that threads share, and a chunk.
+    long = ScheduledRequest("l", [0], 7000, (range(1, 900),), None)
+    metadata = build_metadata([long, ScheduledRequest("r", [0] * 7, 3, ([4, 2],), None)], block_size=8)
     backend.plan(metadata)
     backend.write_kv(pool, fused[:, 4:6], fused[:, 6:])
     backend.attend(fused[:, :4], pool, window=None)

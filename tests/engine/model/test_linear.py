@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from numba.core import event
 
 from engine.model import linear as linear_layers
 from engine.model.linear import Linear, OneDnnLinear, PlainLinear, TiledLinear, make_linear
@@ -81,6 +82,21 @@ def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(linear_layers, "_LEAST_SHARED_BYTES", 0)
     assert torch.equal(TiledLinear(weight, bias)(x), alone(x))
+
+
+@DTYPES
+@torch.inference_mode()
+def test_no_call_compiles_once_it_is_warm(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several threads small and large products are other code."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    linear = linear_of(TiledLinear, torch.randn(512, 512).to(dtype))
+    assert isinstance(linear, TiledLinear)
+    linear.warm_up(dtype)
+    rows = 8 * linear_layers._LEAST_SHARED_BYTES // linear.packed[0].nbytes + 8
+    with event.install_recorder("numba:compile") as compiled:
+        for num_tokens in (1, rows):
+            linear(torch.randn(num_tokens, 512).to(dtype))
+    assert not compiled.buffer
 
 
 @DTYPES
