@@ -129,7 +129,11 @@ class MemfdMapping:
         _ask_for_huge_pages(mapped)
         self.buffer = memoryview(mapped)
         # What its owner has not touched yet, it will.
-        self.population = Population(self.buffer, max(0, handle.size - num_bytes_taken), writable=False)
+        try:
+            self.population = Population(self.buffer, max(0, handle.size - num_bytes_taken), writable=False)
+        except BaseException:  # no thread can be started
+            os.close(self._owner)
+            raise
 
     @staticmethod
     def _check(opened: int, handle: PoolHandle, nonce: bytes, where: str) -> None:

@@ -1,5 +1,6 @@
 """Pages of pools that are brought in beforehand: all of them, or none where they would be missed elsewhere."""
 
+import gc
 import mmap
 import os
 import threading
@@ -101,12 +102,19 @@ def test_a_pool_takes_its_memory_when_asked_to_and_gives_it_back() -> None:
 # --- what is spare
 
 
-def machine(folder: Path, *, group: str = "0::/a/b", available: int = 6_000, total: int = 8_000) -> Path:
+def machine(
+    folder: Path,
+    *,
+    group: str = "0::/a/b",
+    other: str = "4:cpu,cpuset:/elsewhere",
+    available: int = 6_000,
+    total: int = 8_000,
+) -> Path:
     (folder / "self").mkdir(parents=True)
     (folder / "meminfo").write_text(
         f"MemTotal: {total} kB\nMemFree: 1 kB\nMemAvailable: {available} kB\nHugePages: 0\n"
     )
-    (folder / "self" / "cgroup").write_text(f"4:memory:/elsewhere\n{group}\n")
+    (folder / "self" / "cgroup").write_text(f"{other}\n{group}\n")
     return folder
 
 
@@ -135,8 +143,55 @@ def test_a_group_without_a_limit_or_out_of_sight_limits_nothing(tmp_path: Path) 
     assert spare_bytes(machine(tmp_path / "moved", group="0::/../../x"), tmp_path / "groups") == 4_000 * 1024
 
 
+UNLIMITED = 2**63 - 4096  # as version 1 says it
+
+
+def limited_by_version_1(folder: Path, limit: int, *, usage: int = 0, inactive_file: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive_file}\n")
+
+
+def test_limits_of_version_1_count_as_those_of_version_2(tmp_path: Path) -> None:
+    proc, groups = machine(tmp_path / "proc", other="4:hugetlb,memory:/a/b"), tmp_path / "groups"
+    limited_by_version_1(groups / "memory", UNLIMITED, usage=9_000_000)
+    limited_by_version_1(groups / "memory" / "a", UNLIMITED)
+    limited_by_version_1(groups / "memory" / "a" / "b", UNLIMITED)
+    assert spare_bytes(proc, groups) == 4_000 * 1024
+    limited_by_version_1(groups / "memory" / "a" / "b", 4000, usage=1500, inactive_file=500)
+    assert spare_bytes(proc, groups) == 2_000
+    limited_by_version_1(groups / "memory" / "a", 2000, usage=1500, inactive_file=500)
+    assert spare_bytes(proc, groups) == 500
+
+
+def test_a_container_whose_group_is_shown_as_the_root_of_version_1_is_limited_by_it(tmp_path: Path) -> None:
+    proc = machine(tmp_path / "proc", other="4:memory:/docker/0123")
+    limited_by_version_1(tmp_path / "groups" / "memory", 4000, usage=1000)
+    assert spare_bytes(proc, tmp_path / "groups") == 2_000
+
+
 def test_nothing_is_spare_where_it_cannot_be_told(tmp_path: Path) -> None:
     assert spare_bytes(tmp_path / "nowhere", tmp_path) == 0
+    out_of_sight = machine(tmp_path / "proc", other="4:memory:/a")
+    assert spare_bytes(out_of_sight, tmp_path / "groups") == 0
+    limited_by_version_1(tmp_path / "groups" / "memory", UNLIMITED)
+    (tmp_path / "groups" / "memory" / "memory.usage_in_bytes").unlink()
+    assert spare_bytes(out_of_sight, tmp_path / "groups") == 0
+
+
+def test_a_mapping_whose_population_cannot_begin_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    memory = MemfdMemory(1 << 20)
+    open_before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        MemfdMapping(memory.handle("owner", LAYOUT))
+    gc.collect()  # what was raised holds the mapping
+    assert set(os.listdir("/proc/self/fd")) == open_before
+    memory.close()
 
 
 def test_this_machine_can_tell() -> None:
