@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,17 +22,19 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.arguments import whole_number
 from benchmarks.handoff_copy import CopyRate, copies_table, copy_rates, populating_s_per_gib
 from benchmarks.handoff_metrics import Transfers
 from benchmarks.paging.report import Column, Table
 from benchmarks.served import served
-from cluster.cli.api_client import ApiClient
+from cluster.cli.api_client import ApiClient, ServerError
 from cluster.cli.open_loop import LoadConfig, run_load
 
 MODES = {
     "apart": ("--prefill-workers", "1", "--max-local-prefill-tokens", "0"),
     "local": ("--prefill-workers", "0"),
 }
+_WARM_UP_SEED = 1 << 40  # that no prompt has which is measured
 BLOCK_SIZE = 16  # tokens, as `tandem serve` has it by default
 
 # vLLM's own prefill and decode servers on one core of such a machine (NIXL over host memory, prompts of 185 to 886
@@ -48,18 +51,29 @@ class Prompt:
 
 
 async def answered(base_url: str, num_prompts: int, input_len: int, seed: int) -> list[Prompt]:
-    """Prompts that come one after the other, so that none waits for another."""
+    """Prompts that come one after the other, so that none waits for another; after one that warms up.
+
+    Raises:
+        ServerError, RuntimeError: the server cannot be reached, or one was not answered.
+    """
     prompts = []
     async with ApiClient(base_url) as client:
         model = await client.model()
+
+        async def ttft_s(seed: int) -> float:
+            # The second token is decoded, so the hand-off has ended when it comes.
+            config = LoadConfig(1, None, input_len=input_len, output_len=2, seed=seed)
+            [record], _ = await run_load(client, model, config, lambda record: None)
+            if record.error is not None:
+                raise RuntimeError(f"a prompt was not answered: {record.error}")
+            return record.ttft_s
+
+        await ttft_s(_WARM_UP_SEED)  # what a server does once (pools mapped, code compiled) is none of a hand-off's
         before = await _transfers(client)
         for i in range(num_prompts):
-            # The second token is decoded, so the hand-off has ended when it comes.
-            config = LoadConfig(1, None, input_len=input_len, output_len=2, seed=1000 * seed + i)
-            [record], _ = await run_load(client, model, config, lambda record: None)
-            assert record.error is None, record.error
+            took_s = await ttft_s(1000 * seed + i)
             after = await _transfers(client)
-            prompts.append(Prompt(1000 * record.ttft_s, after.since(before)))
+            prompts.append(Prompt(1000 * took_s, after.since(before)))
             before = after
     return prompts
 
@@ -124,15 +138,23 @@ def findings(tables: Sequence[Table], results: dict[str, list[Prompt]], rates: S
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--input-len", type=int, default=1000)
+    parser.add_argument("--rounds", type=whole_number(0), default=3, help="0: copies only")
+    parser.add_argument("--prompts", type=whole_number(), default=6, help="of each server, after one that warms up")
+    parser.add_argument("--input-len", type=whole_number(), default=1000)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--bytes-per-block", type=int, default=737_280, help="of what is copied in this process")
-    parser.add_argument("--copies", type=int, default=9, help="how often that is done")
+    parser.add_argument(
+        "--bytes-per-block", type=whole_number(), default=737_280, help="of what is copied in this process"
+    )
+    parser.add_argument("--copies", type=whole_number(), default=9, help="how often that is done")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
+    try:
+        _measure(arguments)
+    except (ServerError, RuntimeError, OSError, ValueError) as error:
+        sys.exit(str(error))
 
+
+def _measure(arguments: argparse.Namespace) -> None:
     results = asyncio.run(compare(arguments.rounds, arguments.prompts, arguments.input_len, arguments.dtype))
     num_blocks, bytes_per_block = -(-arguments.input_len // BLOCK_SIZE), arguments.bytes_per_block
     tables = []

@@ -8,7 +8,7 @@ this process, and one into a cold pool, stand beside.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +68,15 @@ class Pools:
 
 
 def copy_rates(num_blocks: int, bytes_per_block: int, repeats: int) -> list[CopyRate]:
-    """All ways in turn, `repeats` times, so that what disturbs this machine disturbs all of them."""
+    """All ways in turn, `repeats` times, so that what disturbs this machine disturbs all of them.
+
+    Each time in another order: what the one before has left in the CPU's caches must not decide.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+    if min(num_blocks, bytes_per_block, repeats) < 1:
+        raise ValueError(f"at least one block, byte and copy, not {num_blocks}, {bytes_per_block} and {repeats}")
     nbytes = num_blocks * bytes_per_block
     pools = Pools(num_blocks, bytes_per_block)
     source, target = pools.source, pools.target
@@ -98,11 +106,22 @@ def copy_rates(num_blocks: int, bytes_per_block: int, repeats: int) -> list[Copy
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():  # caches, and whatever else is done once
         way()
-    for _ in range(repeats):
-        for name, way in ways.items():
-            seconds[name].append(way())
+    for names in orders(tuple(ways), repeats):
+        for name in names:
+            seconds[name].append(ways[name]())
     pools.close()
     return [CopyRate(name, nbytes, times) for name, times in seconds.items()]
+
+
+def orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
+    """The names of each repeat, an even number of them, so that another comes first, and another before each.
+
+    Rotated alone, each would keep the one that comes before it. Rows of a Williams square instead: in as many repeats
+    as there are names, each comes once at each place, and once right after each other.
+    """
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(len(names))]
+    for repeat in range(repeats):
+        yield [names[(repeat + step) % len(names)] for step in zigzag]
 
 
 def populating_s_per_gib(nbytes: int = 1 << 28) -> float:

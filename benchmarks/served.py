@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,24 +18,28 @@ START_S = 180.0
 PEER_START_S = 600.0  # it compiles
 _POLL_S = 0.5
 _STOP_S = 30.0
+_LAST_LINES = 20  # of a server that does not start
 
 _ROOT = Path(__file__).parents[1]
 
 
 @asynccontextmanager
 async def served(*flags: str) -> AsyncIterator[str]:
-    """A running `tandem serve`; its base URL. Contexts are 2,048 tokens unless a flag says otherwise."""
+    """A running `tandem serve`; its base URL. Contexts are 2,048 tokens unless a flag says otherwise.
+
+    Raises:
+        RuntimeError: it ended before it served; the message has its exit status and the end of what it printed.
+        TimeoutError: it has not started after `START_S`.
+    """
     lengths = () if "--max-model-len" in flags else ("--max-model-len", "2048")
     process = await asyncio.create_subprocess_exec(
         Path(sys.executable).with_name("tandem"), "serve", "--port", "0", *lengths, *flags,
         stdout=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
-    assert process.stdout is not None
     try:
-        async with asyncio.timeout(START_S):
-            while not (found := re.search(rb"(http://\S+)/v1/chat", await process.stdout.readline())):
-                assert process.returncode is None, "tandem serve did not start"
-        yield found[1].decode()
+        async with _in_time("tandem serve", START_S):
+            base_url = await _printed_url(process)
+        yield base_url
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)
@@ -89,15 +94,41 @@ async def served_by_vllm(
         )
         try:
             base_url = f"http://127.0.0.1:{port}"
-            async with asyncio.timeout(PEER_START_S):
+            async with _in_time("vLLM", PEER_START_S):
                 while not await _answers(base_url):
                     if process.returncode is not None:
                         output.seek(max(0, output.tell() - 4000))
-                        raise RuntimeError(f"vLLM did not start:\n{output.read().decode(errors='replace')}")
+                        raise RuntimeError(_did_not_start("vLLM", process.returncode, output.read()))
                     await asyncio.sleep(_POLL_S)
             yield base_url
         finally:
             await _stop(process)
+
+
+@asynccontextmanager
+async def _in_time(server: str, seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise TimeoutError(f"{server} has not started after {seconds:.0f} s") from error
+
+
+async def _printed_url(process: asyncio.subprocess.Process) -> str:
+    """Reads until the server says where it is, or ends."""
+    assert process.stdout is not None
+    last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
+    # At its end a stream reads as empty, at once and for ever: that must not be waited on.
+    while line := await process.stdout.readline():
+        if found := re.search(rb"(http://\S+)/v1/chat", line):
+            return found[1].decode()
+        last_lines.append(line)
+    raise RuntimeError(_did_not_start("tandem serve", await process.wait(), b"".join(last_lines)))
+
+
+def _did_not_start(server: str, status: int, output: bytes) -> str:
+    printed = output.decode(errors="replace").strip()
+    return f"{server} did not start (exit status {status})" + (f":\n{printed}" if printed else "")
 
 
 async def _answers(base_url: str) -> bool:

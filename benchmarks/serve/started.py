@@ -41,7 +41,7 @@ async def started(start: Start) -> AsyncIterator[list[Endpoint]]:
     """Ours first, then the peer, which computes on every core that this process may use.
 
     Raises:
-        RuntimeError, TimeoutError: the peer did not start.
+        RuntimeError, TimeoutError: one of them did not start.
     """
     endpoints = []
     async with AsyncExitStack() as running:

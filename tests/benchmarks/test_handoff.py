@@ -1,14 +1,16 @@
 """The hand-off's benchmark: what it reads out of metrics, compares, prints and writes."""
 
 import json
+from collections import Counter
 from dataclasses import fields
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 
 from benchmarks.handoff import Prompt, main, transfers_table, ttft_table
-from benchmarks.handoff_copy import HANDOFF, PLAIN, CopyRate, Pools, copies_table
+from benchmarks.handoff_copy import HANDOFF, PLAIN, CopyRate, Pools, copies_table, orders
 from benchmarks.handoff_metrics import Transfers
 from engine.stats import EngineStats
 from kvtransfer.counters import ConsumerCounters, HolderCounters
@@ -77,6 +79,33 @@ def test_the_pools_that_are_copied_between_are_a_peers_and_an_own_one() -> None:
     assert (pools.target == 0).all()
     assert not pools.source.flags.writeable
     pools.close()
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 8])
+def test_in_as_many_repeats_as_ways_each_comes_once_at_each_place_and_right_after_each_other(number: int) -> None:
+    names = [str(i) for i in range(number)]
+    rows = list(orders(names, number))
+    assert all(sorted(row) == names for row in (*rows, *zip(*rows, strict=True)))
+    neighbours = Counter(pair for row in rows for pair in pairwise(row))
+    assert neighbours == Counter(permutations(names, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--copies", "0"], "argument --copies: at least 1, not 0"),
+        (["--bytes-per-block", "0"], "argument --bytes-per-block: at least 1, not 0"),
+        (["--rounds", "-1"], "argument --rounds: at least 0, not -1"),
+        (["--input-len", "0"], "argument --input-len: at least 1, not 0"),
+        (["--prompts", "0"], "argument --prompts: at least 1, not 0"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_the_copies_alone_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
