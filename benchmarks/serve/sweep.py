@@ -10,7 +10,8 @@ from cluster.cli.goodput import Objectives
 from cluster.cli.load_report import LoadReport
 from cluster.cli.open_loop import LoadConfig, RequestRecord, Sampling, run_load, run_requests
 
-_WARM_UP = LoadConfig(num_requests=1, request_rate=None, input_len=64, output_len=8, seed=-1)
+# A seed that no load has, or that load would find these tokens cached. (-1 would not do: `random` takes it for 1.)
+WARM_UP = LoadConfig(num_requests=1, request_rate=None, input_len=64, output_len=8, seed=1 << 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,11 @@ class _Turn:
 
 
 def turns(endpoints: Sequence[Endpoint], loads: Sequence[Load], rounds: int, seed: int) -> Iterator[_Turn]:
-    """What is measured, in order. Servers change places from load to load: who comes first must not decide."""
+    """What is measured, in order. Who comes first changes from load to load, and for a load from round to round."""
     for round_ in range(rounds):
         for i, load in enumerate(loads):
             number = round_ * len(loads) + i
-            first = number % len(endpoints)
+            first = (round_ + i) % len(endpoints)
             for endpoint in (*endpoints[first:], *endpoints[:first]):
                 yield _Turn(round_, load, seed + number, endpoint)
 
@@ -93,7 +94,7 @@ async def sweep(
             client = ApiClient(endpoint.base_url, api_key=api_key, timeout_s=timeout_s)
             await open_clients.enter_async_context(client)
             clients[endpoint.name] = client, model or await client.model()
-            [warm_up], _ = await run_load(*clients[endpoint.name], _WARM_UP, lambda record: None)
+            [warm_up], _ = await run_load(*clients[endpoint.name], WARM_UP, lambda record: None)
             if warm_up.error is not None:
                 raise ServerError(f"{endpoint.name}: {warm_up.error}")
         for turn in turns(endpoints, loads, rounds, seed):

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from benchmarks.gaps import Panel, gaps_within, plot_gaps
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.loads import FixedLoad
 from benchmarks.serve.report import Summary
-from benchmarks.serve.sweep import Endpoint, Measured, turns
+from benchmarks.serve.sweep import WARM_UP, Endpoint, Measured, turns
 from cluster.cli.goodput import Objectives
 from cluster.cli.load_report import LoadReport
-from cluster.cli.open_loop import LoadConfig, RequestRecord
+from cluster.cli.open_loop import LoadConfig, RequestRecord, plan_load
 from scripted_server import ScriptedServer, scripted_server
 
 
@@ -50,6 +51,20 @@ def test_servers_change_places_and_get_equal_loads_of_which_no_two_rounds_are_eq
     assert order[:4] == [(1.0, "ours", 7), (1.0, "theirs", 7), (2.0, "theirs", 8), (2.0, "ours", 8)]
     assert Counter(seed for _, _, seed in order) == dict.fromkeys(range(7, 13), 2)
     assert Counter(name for _, name, _ in order[::2]) == {"ours": 3, "theirs": 3}  # who came first
+
+
+def test_who_comes_first_for_a_load_changes_from_round_to_round() -> None:
+    endpoints = [Endpoint(name, f"http://{name}") for name in ("a", "b", "c")]
+    loads = [FixedLoad(LoadConfig(1, float(rate), input_len=1, output_len=1)) for rate in (1, 2, 3)]
+    firsts = [(turn.load.rate, turn.endpoint.name) for turn in turns(endpoints, loads, rounds=3, seed=0)][::3]
+    for rate in (1.0, 2.0, 3.0):
+        assert {name for of, name in firsts if of == rate} == {"a", "b", "c"}
+
+
+def test_no_load_finds_the_warm_ups_tokens_cached() -> None:
+    [warm_up] = plan_load(WARM_UP)
+    begins = [plan_load(replace(WARM_UP, seed=seed))[0].prompt_token_ids[:16] for seed in range(100)]
+    assert warm_up.prompt_token_ids[:16] not in begins
 
 
 def test_goodput_is_the_highest_rate_whose_median_attainment_is_enough() -> None:
@@ -99,7 +114,7 @@ def test_each_server_is_measured_with_the_same_requests(
     found = json.loads(out.read_text())
     assert found["medians"]["vllm"]["goodput_at_attainment"] == {"share": 0.9, "requests_per_s": 1000.0}
     assert [(one["endpoint"], one["completed"]) for one in found["rounds"]] == [
-        ("ours", 3), ("vllm", 3), ("vllm", 3), ("ours", 3), ("ours", 3), ("vllm", 3), ("vllm", 3), ("ours", 3),
+        ("ours", 3), ("vllm", 3), ("vllm", 3), ("ours", 3), ("vllm", 3), ("ours", 3), ("ours", 3), ("vllm", 3),
     ]  # fmt: skip
     assert {path.name for path in tmp_path.glob("*.png")} == {"serve-attainment.png", "serve-itl.png"}
 
