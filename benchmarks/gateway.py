@@ -27,7 +27,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from benchmarks.gateway_load import Client, HttpClient, WorkerClient, run_lanes
+from benchmarks.arguments import whole_number, whole_numbers
+from benchmarks.gateway_load import AnswerBroken, Client, HttpClient, WorkerClient, run_lanes
 from benchmarks.paging.report import Column, Table
 
 MODEL = "hash-model"
@@ -93,7 +94,12 @@ def processor_s(pid: int) -> float:
 
 @asynccontextmanager
 async def started(*command: str, core: int | None) -> AsyncIterator[tuple[int, str]]:
-    """A module in a process of its own, until the end of the block; its process id and the first line it prints."""
+    """A module in a process of its own, until the end of the block; its process id and the first line it prints.
+
+    Raises:
+        RuntimeError: it ended before it printed one.
+        TimeoutError: it has printed none after a minute.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={**os.environ, "GRPC_VERBOSITY": "NONE"},
@@ -103,9 +109,13 @@ async def started(*command: str, core: int | None) -> AsyncIterator[tuple[int, s
     try:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
-        async with asyncio.timeout(_START_S):
-            line = (await process.stdout.readline()).decode().strip()
-        assert line, f"{command[0]} did not start"
+        try:
+            async with asyncio.timeout(_START_S):
+                line = (await process.stdout.readline()).decode().strip()
+        except TimeoutError as error:
+            raise TimeoutError(f"{command[0]} has not started after {_START_S:.0f} s") from error
+        if not line:
+            raise RuntimeError(f"{command[0]} did not start")
         yield process.pid, line
     finally:
         process.stdin.close()
@@ -177,7 +187,8 @@ def loads_table(runs: dict[tuple[Load, str], list[Run]]) -> Table:
             load.num_tokens,
             direct["latency_ms"],
             through["latency_ms"],
-            through["latency_ms"] - direct["latency_ms"],
+            # Of several tokens, a way brings some while others are computed: the difference is of no request.
+            through["latency_ms"] - direct["latency_ms"] if load.num_tokens == 1 else None,
             through["requests_per_s"],
             through["requests_per_s"] * load.num_tokens,
             through["cpu_ms"],
@@ -192,8 +203,9 @@ _MEDIANS = ("latency_ms", "requests_per_s", "cpu_ms")
 
 def _costs(table: Table) -> list[str]:
     """What a core is good for, by the processor time of a request and of a token more."""
+    names = ("lanes", "tokens", "CPU")
     rows = [
-        {column.name: float(str(cell)) for column, cell in zip(table.columns, row, strict=True)} for row in table.rows
+        dict(zip(names, map(float, map(str, row)), strict=True)) for row in zip(*map(table.column, names), strict=True)
     ]
     notes = []
     for lanes in dict.fromkeys(row["lanes"] for row in rows):
@@ -241,16 +253,18 @@ async def run(arguments: argparse.Namespace) -> tuple[list[Table], dict[tuple[Lo
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lanes", type=_numbers, default=(1, 8, 32), help="requests at once")
-    parser.add_argument("--tokens", type=_numbers, default=(1, 65), help="that each is answered with")
-    parser.add_argument("--requests", type=int, default=400, help="of each load, in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--profile", type=int, default=12, metavar="ROWS", help="of the profile; 0: none")
+    parser.add_argument("--lanes", type=whole_numbers, default=(1, 8, 32), help="requests at once")
+    parser.add_argument("--tokens", type=whole_numbers, default=(1, 65), help="that each is answered with")
+    parser.add_argument("--requests", type=whole_number(), default=400, help="of each load, in each round")
+    parser.add_argument("--rounds", type=whole_number(), default=3)
+    parser.add_argument("--profile", type=whole_number(0), default=12, metavar="ROWS", help="of the profile; 0: none")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
     allowed = os.sched_getaffinity(0)
     try:
         tables, runs = asyncio.run(run(arguments))
+    except (AnswerBroken, OSError, RuntimeError) as error:
+        sys.exit(str(error))
     finally:
         os.sched_setaffinity(0, allowed)
     for table in tables:
@@ -262,10 +276,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(findings, indent=1))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
 
 
 if __name__ == "__main__":

@@ -183,7 +183,11 @@ class WorkerClient:
 async def run_lanes(
     client: Client, num_lanes: int, num_requests: int, prompt_len: int, num_tokens: int, seed: int
 ) -> tuple[list[Answer], float]:
-    """All answers, and how many seconds they took together. No two prompts begin alike, nor of two seeds."""
+    """All answers, and how many seconds they took together. No two prompts begin alike, nor of two seeds.
+
+    Raises:
+        AnswerBroken: one was.
+    """
     numbers = iter(range(num_requests))
     answers: list[Answer] = []
 
@@ -193,7 +197,10 @@ async def run_lanes(
             answers.append(await client.ask(number, prompt, num_tokens))
 
     began = time.perf_counter()
-    async with asyncio.TaskGroup() as lanes:
-        for number in range(num_lanes):
-            lanes.create_task(lane(number))
+    try:
+        async with asyncio.TaskGroup() as lanes:
+            for number in range(num_lanes):
+                lanes.create_task(lane(number))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors  # what broke the first one ended the others
     return answers, time.perf_counter() - began

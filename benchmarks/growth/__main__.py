@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import growth
+from benchmarks.arguments import whole_number, whole_numbers
 from benchmarks.growth.directory import DirectoryConfig, directory_finding
 from benchmarks.growth.pool import PoolConfig, pool_finding
 from benchmarks.growth.steps import StepsConfig, batch_finding, context_finding, model_stepper
@@ -21,11 +22,15 @@ from benchmarks.pyplot import NoMatplotlib, load_pyplot
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
-    if options.plots:
-        try:
-            load_pyplot()
-        except NoMatplotlib as error:
-            sys.exit(str(error))
+    try:
+        if options.plots:
+            load_pyplot()  # before the work, not after it
+        _measure(options)
+    except (ValueError, OSError, NoMatplotlib) as error:
+        sys.exit(str(error))
+
+
+def _measure(options: argparse.Namespace) -> None:
     findings = []
     for section in options.sections:
         for finding in SECTIONS[section](options):
@@ -88,10 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--blocks", type=_sizes, default=(1000, 10_000, 100_000, 1_000_000), help="of pools")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=32, help="timed of each batch and context, each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=200, help="timed on each pool, and look-ups of each directory")
+    parser.add_argument("--threads", type=whole_number(), default=1)
+    parser.add_argument("--steps", type=whole_number(), default=32, help="timed of each batch and context, a round")
+    parser.add_argument("--rounds", type=whole_number(), default=3)
+    parser.add_argument(
+        "--requests", type=whole_number(), default=200, help="timed on each pool, and look-ups of each directory"
+    )
     parser.add_argument("--json", type=Path, help="where to write what the tables say")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to draw (needs matplotlib)")
     return parser
@@ -106,8 +113,8 @@ def _sections(text: str) -> tuple[str, ...]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in text.split(","))
-    if len(sizes) < 3 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+    sizes = whole_numbers(text)
+    if len(sizes) < 3 or list(sizes) != sorted(set(sizes)):
         raise argparse.ArgumentTypeError(f"at least three rising sizes, not {text}")
     return sizes
 

@@ -20,10 +20,20 @@ CONSTANT = 5.0
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
-    """What is run."""
+    """What is run.
+
+    Raises:
+        ValueError: there is nothing to measure, or the fewest blocks are no more than one look-up asks for.
+    """
 
     num_blocks: Sequence[int]  # known, rising
     repeats: int = 500
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"a directory is asked at least once, not {self.repeats} times")
+        if self.num_blocks[0] <= PREFIX_BLOCKS:
+            raise ValueError(f"a directory knows more than {PREFIX_BLOCKS} blocks, not {self.num_blocks[0]}")
 
 
 def directory_finding(config: DirectoryConfig) -> Finding:

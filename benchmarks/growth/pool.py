@@ -33,10 +33,23 @@ _MEASURES = ("request, µs", "hit, µs", "step, µs")
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """What is run."""
+    """What is run.
+
+    Raises:
+        ValueError: there is nothing to measure, or the smallest pool has no room for it.
+    """
 
     num_blocks: Sequence[int]  # rising; each with room for the requests that decode together
     num_requests: int = 200  # of each kind, and decode steps
+
+    def __post_init__(self) -> None:
+        if self.num_requests < 1:
+            raise ValueError(f"a pool serves at least one request, not {self.num_requests}")
+        if self.num_blocks[0] < (needed := _decoding_blocks(self.num_requests)):
+            raise ValueError(
+                f"a pool has at least {needed} blocks, not {self.num_blocks[0]}, "
+                f"for {DECODING} requests that decode {self.num_requests} tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,11 @@ def _verdicts(table: Table) -> Iterator[Verdict]:
             yield constant(f"{name.partition(',')[0]}, {state} cached", ends, CONSTANT)
 
 
+def _decoding_blocks(num_steps: int) -> int:
+    """Of all requests that decode together, each from half a prompt on."""
+    return DECODING * (PROMPT_BLOCKS // 2 + num_steps // BLOCK_SIZE + 2)
+
+
 def _stepper(num_blocks: int) -> Stepper:
     return Stepper(
         HashExecutor(vocab_size=VOCABULARY, block_size=BLOCK_SIZE),
@@ -130,7 +148,7 @@ class _Work:
             prompt = self._prompt(PROMPT_BLOCKS)
             requests.append(self._stepper.whole(prompt).rest)
             hits.append(self._stepper.whole(prompt).rest)
-        self._make_room(DECODING * (PROMPT_BLOCKS // 2 + self._num_requests // BLOCK_SIZE + 2), clears)
+        self._make_room(_decoding_blocks(self._num_requests), clears)
         prompts = [self._prompt(PROMPT_BLOCKS // 2) for _ in range(DECODING)]
         steps = [took.rest for took in self._stepper.decode(prompts, self._num_requests)]
         return _Costs(*map(statistics.median, (requests, hits, steps)))

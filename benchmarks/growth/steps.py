@@ -20,7 +20,11 @@ CONSTANT = 1.3
 
 @dataclass(frozen=True, slots=True)
 class StepsConfig:
-    """What is run. Lengths in tokens, both lists rising."""
+    """What is run. Lengths in tokens, both lists rising.
+
+    Raises:
+        ValueError: no step, no round or no thread.
+    """
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -28,6 +32,11 @@ class StepsConfig:
     threads: int = 1
     num_steps: int = 32
     rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "num_steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property
     def engine(self) -> EngineConfig:

@@ -8,27 +8,31 @@ from benchmarks.paging.report import Table
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`ratio` of a figure at the far end of a curve to that at its near end."""
+    """`ratio` of a figure at the far end of a curve to that at its near end; None: these points do not tell."""
 
     what: str
-    ratio: float
+    ratio: float | None
     at_most: float
 
     @property
     def holds(self) -> bool:
-        return self.ratio <= self.at_most
+        return self.ratio is not None and self.ratio <= self.at_most
 
     def __str__(self) -> str:
+        if self.ratio is None:
+            return f"{self.what}: not measurable (too few or too noisy points)"
         return f"{self.what}: {self.ratio:.2f} × (at most {self.at_most:g}: {'holds' if self.holds else 'GROWS'})"
 
 
 def constant(what: str, values: Sequence[float], at_most: float) -> Verdict:
     """The last of `values` over the first."""
-    return Verdict(what, values[-1] / values[0], at_most)
+    return Verdict(what, _ratio(values[-1], values[0]), at_most)
 
 
 def proportional(what: str, sizes: Sequence[float], values: Sequence[float], at_most: float) -> Verdict:
     """Growth by size over the upper part of a curve, over that of the whole: 1 is a straight line.
+
+    Where either does not grow, noise is larger than growth, and nothing is said of it.
 
     Args:
         sizes: rising; the upper part begins at the first above a quarter of the last.
@@ -41,7 +45,11 @@ def proportional(what: str, sizes: Sequence[float], values: Sequence[float], at_
     def slope(first: int) -> float:
         return (values[-1] - values[first]) / (sizes[-1] - sizes[first])
 
-    return Verdict(what, slope(middle) / slope(0), at_most)
+    return Verdict(what, _ratio(slope(middle), slope(0)), at_most)
+
+
+def _ratio(figure: float, reference: float) -> float | None:
+    return figure / reference if figure > 0 and reference > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

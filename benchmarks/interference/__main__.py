@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import whole_numbers
 from benchmarks.gaps import Panel, gaps_within, plot_gaps
 from benchmarks.interference import arrangements
 from benchmarks.interference.arrangements import Arrangement, Peer
@@ -35,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.plots:
             load_pyplot()  # before the work, not after it
         chosen = _chosen(options, _stay_on_two_cores())
-        load = RoundLoad(rate=options.rate or 1.0, seed=0, num_streams=options.streams, window_s=options.window)
+        load = RoundLoad(
+            rate=1.0 if options.rate is None else options.rate,
+            seed=0,
+            num_streams=options.streams,
+            window_s=options.window,
+        )
         found = asyncio.run(_compare(chosen, load, options))
     except (ValueError, OSError, NoMatplotlib, SpoiltRun, ServerError, RuntimeError) as error:
         sys.exit(str(error))
@@ -55,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer-model", help="the model as vLLM reads it: benchmarks.export_model writes it")
     parser.add_argument(
         "--peer-batched-tokens",
-        type=_whole_numbers,
-        default=list(PEER_BATCHED_TOKENS),
+        type=whole_numbers,
+        default=PEER_BATCHED_TOKENS,
         help="the peer's max_num_batched_tokens; each is an arrangement (default: its own default, and what suits it)",
     )
     parser.add_argument("--peer-threads", type=int, choices=(1, 2), default=PEER_THREADS, help="that compute")
@@ -64,13 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/interference.json"))
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="a PNG goes there")
     return parser
-
-
-def _whole_numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, not {text!r}") from error
 
 
 def _chosen(options: argparse.Namespace, cores: tuple[int, int]) -> list[Arrangement]:

@@ -32,6 +32,7 @@ def test_what_is_added_and_what_a_core_is_good_for_follow_from_medians() -> None
     table = loads_table(runs)
     row = dict(zip([column.name for column in table.columns], table.rows[0], strict=True))
     assert (row["direct"], row["gateway"], row["added"]) == (2.0, 5.0, 3.0)
+    assert table.column("added") == [3.0, None]  # of several tokens, some come while others are computed
     assert (row["req/s"], row["CPU"], row["busy, %"]) == pytest.approx((50, 1.0, 5.0))
     # 1 ms more for ten tokens more.
     assert table.notes == [
@@ -80,6 +81,32 @@ async def test_lanes_share_the_requests_and_no_two_prompts_begin_alike() -> None
     assert len({prompt[:3] for prompt in client.prompts}) == 20
     assert {len(prompt) for prompt in client.prompts} == {32}
     assert (client.lanes, client.most_at_once) == ({0, 1, 2}, 3)
+
+
+async def test_a_broken_answer_ends_the_lanes_as_itself() -> None:
+    class Broken:
+        async def ask(self, lane: int, prompt: Sequence[int], num_tokens: int) -> Answer:
+            raise AnswerBroken("no answer")
+
+    with pytest.raises(AnswerBroken, match="no answer"):
+        await run_lanes(Broken(), 3, 20, prompt_len=32, num_tokens=5, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lanes", "0"], "argument --lanes: numbers of at least 1, not 0"),
+        (["--tokens", "1,x"], "argument --tokens: whole numbers with commas between them, not '1,x'"),
+        (["--requests", "0"], "argument --requests: at least 1, not 0"),
+        (["--rounds", "one"], "argument --rounds: a whole number, not 'one'"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
 
 
 async def test_a_session_brings_each_lane_its_tokens() -> None:

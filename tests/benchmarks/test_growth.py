@@ -31,6 +31,25 @@ def test_a_line_is_told_from_a_parabola_by_the_upper_part_of_its_curve(power: fl
     assert proportional("a", sizes, [5 + size**power for size in sizes], 1.3).ratio == pytest.approx(ratio)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5.0, 6.0, 7.0, 8.0, 5.0],  # no growth at all
+        [5.0, 6.0, 7.0, 8.0, 4.0],
+        [5.0, 9.0, 9.0, 9.0, 6.0],  # less in its upper part
+        [5.0, 4.0, 8.0, 9.0, 4.5],  # less in both: the ratio of two negative slopes says nothing
+    ],
+)
+def test_where_noise_is_larger_than_growth_nothing_is_said(values: list[float]) -> None:
+    verdict = proportional("a step", [1, 2, 4, 8, 16], values, 1.3)
+    assert (verdict.ratio, verdict.holds) == (None, False)
+    assert str(verdict) == "a step: not measurable (too few or too noisy points)"
+
+
+def test_nothing_is_compared_with_a_figure_of_zero() -> None:
+    assert constant("a", [0.0, 2.0], 1.3).ratio is None
+
+
 def test_a_curve_of_two_points_is_no_curve() -> None:
     with pytest.raises(ValueError, match="at least three points"):
         proportional("a", [1, 2], [1, 2], 1.3)
@@ -105,9 +124,26 @@ def test_steps_of_the_model_are_measured_and_drawn(tmp_path: Path) -> None:
         (["--sections", "pool,sun"], "unknown section 'sun'; there are batch, context, pool, directory"),
         (["--blocks", "10,5,20"], "at least three rising sizes, not 10,5,20"),
         (["--batches", "1,2"], "at least three rising sizes, not 1,2"),
+        (["--batches", "1,2,x"], "argument --batches: whole numbers with commas between them, not '1,2,x'"),
+        (["--batches", "0,1,2"], "numbers of at least 1, not 0,1,2"),
+        (["--requests", "0"], "argument --requests: at least 1, not 0"),
+        (["--steps", "0"], "argument --steps: at least 1, not 0"),
+        (["--rounds", "0"], "argument --rounds: at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--sections", "directory", "--blocks", "64,80,90"], "a directory knows more than 64 blocks, not 64"),
+        (["--sections", "pool", "--blocks", "10,20,30"], "a pool has at least 480 blocks, not 10, for 16 requests"),
+    ],
+)
+def test_sizes_too_small_to_measure_are_refused(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(SystemExit, match=sentence):
+        main(arguments)

@@ -100,6 +100,8 @@ def test_a_round_whose_streams_do_not_run_through_the_window_is_refused(
     [
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
         (["--streams", "0"], "num_streams must be at least 1, not 0"),
+        (["--rate", "0"], "rate must be above 0, not 0.0"),
+        (["--rate", "-1"], "rate must be above 0, not -1.0"),
         (["--window", "0"], "window_s must be above 0, not 0.0"),
         (["--peer-python", "python"], "--peer-python and --peer-model go together: one of them is missing"),
         (
