@@ -48,16 +48,16 @@ class TiledPrefill:
         first_visible = max(0, context_len - num_queries - visible + 1)
         first = first_visible // TILE_COLUMNS * TILE_COLUMNS
         panels, width = -(-(context_len - first) // TILE_COLUMNS), 4 // q.itemsize
-        num_positions, heads, head_dim = panels * TILE_COLUMNS, geometry.num_kv_heads, geometry.head_dim
-        packed_keys, packed_values = self._scratch.get(2 * heads * num_positions * head_dim, q.dtype).chunk(2)
-        keys = as_numpy(packed_keys.view(heads, panels, head_dim // width, TILE_COLUMNS, width))
-        values = as_numpy(
-            packed_values.view(heads, head_dim // TILE_COLUMNS, num_positions // width, TILE_COLUMNS, width)
-        )
+        heads, head_dim = geometry.num_kv_heads, geometry.head_dim
+        num_words = heads * panels * TILE_COLUMNS * head_dim // width
+        words = self._scratch.get(2 * num_words, torch.int32).numpy().view(np.uint32)
+        keys = words[:num_words].reshape(heads, panels, head_dim // width, TILE_COLUMNS)
+        values = words[num_words:].reshape(heads, head_dim // TILE_COLUMNS, -1, TILE_COLUMNS)
         rows = plan.rows(geometry)
         start = rows.starts[r]
         positions = rows.rows[start + first : start + context_len]
-        cpu_tiled_prefill.pack_kv(layer.kv, positions, first_visible - first, geometry, keys, values)
+        kv = layer.kv if width == 2 else layer.kv.view(np.uint32)
+        cpu_tiled_prefill.pack_kv(kv, positions, first_visible - first, geometry, keys, values)
         out = torch.empty(q.shape, dtype=q.dtype)
         arguments = (
             as_numpy(q.contiguous()), context_len - num_queries - first, keys, values, visible, self._scale,

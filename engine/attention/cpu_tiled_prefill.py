@@ -17,35 +17,65 @@ from engine.cpu_tiles import TILE_COLUMNS, TILE_ROWS, multiply_tile
 
 
 @kernel
+def _pack_keys(words: Array, starts: Array, first: int, keys: Array) -> None:
+    """One head's keys; `starts` are in words. Otherwise as `pack_kv`."""
+    panels, steps, _ = keys.shape
+    for panel in range(panels):
+        for column in range(TILE_COLUMNS):
+            i = panel * TILE_COLUMNS + column
+            target = keys[panel, :, column]
+            if i < first or i >= len(starts):
+                target[:] = 0
+                continue
+            source = words[starts[i] : starts[i] + steps]
+            for s in range(steps):
+                target[s] = source[s]
+
+
+@kernel
+def _pack_values(kv: Array, starts: Array, first: int, values: Array) -> None:
+    """One head's values; `starts` are in kv's elements. Otherwise as `pack_kv`."""
+    panels, steps, _ = values.shape
+    width = 4 // kv.itemsize
+    head_dim = panels * TILE_COLUMNS
+    nothing = np.zeros(head_dim, kv.dtype)
+    for step in range(steps):
+        low = high = nothing  # the one or two positions of a step
+        i = step * width
+        if first <= i < len(starts):
+            low = kv[starts[i] : starts[i] + head_dim]
+        i += width - 1
+        if first <= i < len(starts):
+            high = kv[starts[i] : starts[i] + head_dim]
+        for panel in range(panels):
+            target = values[panel, step]
+            for c in range(TILE_COLUMNS):
+                word = np.uint32(high[panel * TILE_COLUMNS + c])
+                if width == 2:
+                    word = (word << np.uint32(16)) | np.uint32(low[panel * TILE_COLUMNS + c])
+                target[c] = word
+
+
+@kernel
 def pack_kv(kv: Array, rows: Array, first: int, geometry: LayerGeometry, keys: Array, values: Array) -> None:
-    """Packs the keys and values of a run of positions as right operands of `multiply_tile`.
+    """Packs the keys and values of a run of positions as right operands of `multiply_tile`, word by word.
+
+    A word, of 32 bits, is what a lane multiplies in a step: one float32, or two bfloat16.
 
     Args:
-        kv: the layer, flat.
+        kv: the layer, flat: uint16 meaning bfloat16, or uint32 meaning float32.
         rows: [num_keys] int64, where the positions' keys begin.
         first: positions before it are seen by no query, and are zero.
-        keys: [num_kv_heads, panels of TILE_COLUMNS positions, steps, TILE_COLUMNS, values of a step]: along head_dim.
-        values: [num_kv_heads, panels of TILE_COLUMNS dimensions, steps, TILE_COLUMNS, values of a step]: along
-            positions, as many as `keys` has; those past the last are zero.
+        keys: [num_kv_heads, panels of TILE_COLUMNS positions, steps along head_dim, TILE_COLUMNS] uint32.
+        values: [num_kv_heads, panels of TILE_COLUMNS dimensions, steps along positions, TILE_COLUMNS] uint32: as many
+            positions as `keys` has; those past the last are zero.
     """
-    num_kv_heads, panels, steps, _, width = keys.shape
-    dimension_panels = values.shape[1]
-    for k in range(num_kv_heads):
-        for i in range(panels * TILE_COLUMNS):
-            panel, column = i // TILE_COLUMNS, i % TILE_COLUMNS
-            step, place = i // width, i % width
-            if i < first or i >= len(rows):
-                keys[k, panel, :, column] = 0
-                values[k, :, step, :, place] = 0
-                continue
-            key = rows[i] + k * geometry.head_stride
-            value = key + geometry.side_stride
-            for s in range(steps):
-                for w in range(width):
-                    keys[k, panel, s, column, w] = kv[key + s * width + w]
-            for p in range(dimension_panels):
-                for c in range(TILE_COLUMNS):
-                    values[k, p, step, c, place] = kv[value + p * TILE_COLUMNS + c]
+    width = 4 // kv.itemsize
+    words = kv.view(np.uint32)
+    for k in range(geometry.num_kv_heads):
+        starts = rows + k * geometry.head_stride
+        _pack_keys(words, starts // width, first, keys[k])
+        _pack_values(kv, starts + geometry.side_stride, first, values[k])
 
 
 @kernel
@@ -55,7 +85,8 @@ def _attend_tile(
 ) -> None:  # fmt: skip
     """Up to TILE_ROWS queries of one head; otherwise as `chunk_attention`."""
     num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, panels, key_steps, _, width = keys.shape
+    num_kv_heads, panels, key_steps, _ = keys.shape
+    width = 4 // q.itemsize
     kv_head = head * num_kv_heads // num_heads
     num_rows = min(TILE_ROWS, num_queries - first_query)
     # The panels that any of these queries sees: from the first key of the first one to the last one's own.
@@ -68,7 +99,7 @@ def _attend_tile(
     totals = np.empty(num_rows, np.float32)
 
     query, stride = (first_query * num_heads + head) * head_dim, num_heads * head_dim
-    panel_size = key_steps * TILE_COLUMNS * width
+    panel_size = key_steps * TILE_COLUMNS
     for panel in range(num_panels):
         place = (kv_head * panels + first_panel + panel) * panel_size
         multiply_tile(
@@ -80,7 +111,7 @@ def _attend_tile(
         totals[r] = weigh(scores[r, first:end], scale, weights[r, first:end])
     value_steps = values.shape[2]
     for panel in range(values.shape[1]):
-        place = ((kv_head * values.shape[1] + panel) * value_steps + begin // width) * TILE_COLUMNS * width
+        place = ((kv_head * values.shape[1] + panel) * value_steps + begin // width) * TILE_COLUMNS
         multiply_tile(
             num_rows, weights, 0, padded, values, place, padded // width, zeros, 0, sums, panel * TILE_COLUMNS, head_dim
         )
@@ -101,7 +132,7 @@ def chunk_attention(
         q, out: [num_queries, num_heads, head_dim], contiguous; float32, or uint16 meaning bfloat16; head_dim is a
             multiple of TILE_COLUMNS.
         first_position: of the first query, counted from the first key that is packed.
-        keys, values: as `pack_kv` packs them, of the same type; as far as the last query's own.
+        keys, values: as `pack_kv` packs them; as far as the last query's own.
         window: keys that a query sees at most.
         scale: float32.
     """
