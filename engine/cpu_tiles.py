@@ -15,6 +15,7 @@ as fast with one row, where all of the core's memory bandwidth is used, 1.6 with
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numba
 import torch
 from llvmlite import ir
 from numba import types
@@ -54,8 +55,10 @@ _BFLOAT_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 def has_tiles(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies tiles of a type faster than oneDNN does.
 
-    Not so with AMX, whose own tiles are larger, and which oneDNN uses.
+    Not so with AMX, whose own tiles are larger, and which oneDNN uses; nor if numba is told to compile for another CPU.
     """
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES or not numba.config.ENABLE_AVX:  # type: ignore[attr-defined]
+        return False
     if dtype == torch.float32:
         return has_feature("avx512f")
     return dtype == torch.bfloat16 and has_feature("avx512bf16") and not has_feature("amx-bf16")

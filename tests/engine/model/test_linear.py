@@ -1,5 +1,6 @@
 """The linear layers with a packed weight against torch's own."""
 
+import numba
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,11 @@ def test_a_row_that_is_no_number_spoils_no_other() -> None:
     spoiled = linear(x)
     assert spoiled[2].isnan().all()
     assert torch.equal(spoiled[[0, 1, 3, 4]], sound[[0, 1, 3, 4]])
+
+
+def test_nothing_is_tiled_where_numba_compiles_for_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
+    assert not isinstance(make_linear(torch.zeros(4, 4)), TiledLinear)
 
 
 def test_what_cannot_be_packed_is_torchs() -> None:
