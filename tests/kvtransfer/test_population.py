@@ -191,7 +191,7 @@ def test_a_mapping_whose_population_cannot_begin_leaves_no_file_open(monkeypatch
     with pytest.raises(RuntimeError, match="can't start new thread"):
         MemfdMapping(memory.handle("owner", LAYOUT))
     gc.collect()  # what was raised holds the mapping
-    assert set(os.listdir("/proc/self/fd")) == open_before
+    assert set(os.listdir("/proc/self/fd")) <= open_before
     memory.close()
 
 
