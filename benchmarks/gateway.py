@@ -30,6 +30,7 @@ from rich.console import Console
 from benchmarks.arguments import whole_number, whole_numbers
 from benchmarks.gateway_load import AnswerBroken, Client, HttpClient, WorkerClient, run_lanes
 from benchmarks.paging.report import Column, Table
+from benchmarks.served import in_time
 
 MODEL = "hash-model"
 PROMPT_LEN = 32
@@ -93,8 +94,11 @@ def processor_s(pid: int) -> float:
 
 
 @asynccontextmanager
-async def started(*command: str, core: int | None) -> AsyncIterator[tuple[int, str]]:
+async def started(*command: str, core: int | None, ends_with_input: bool = False) -> AsyncIterator[tuple[int, str]]:
     """A module in a process of its own, until the end of the block; its process id and the first line it prints.
+
+    Args:
+        ends_with_input: it ends by itself when its input does; else it is terminated.
 
     Raises:
         RuntimeError: it ended before it printed one.
@@ -109,17 +113,14 @@ async def started(*command: str, core: int | None) -> AsyncIterator[tuple[int, s
     try:
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
-        try:
-            async with asyncio.timeout(_START_S):
-                line = (await process.stdout.readline()).decode().strip()
-        except TimeoutError as error:
-            raise TimeoutError(f"{command[0]} has not started after {_START_S:.0f} s") from error
+        async with in_time(command[0], _START_S):
+            line = (await process.stdout.readline()).decode().strip()
         if not line:
             raise RuntimeError(f"{command[0]} did not start")
         yield process.pid, line
     finally:
         process.stdin.close()
-        if command[0] != "benchmarks.gateway_process" and process.returncode is None:
+        if not ends_with_input and process.returncode is None:
             process.terminate()
         await process.wait()
 
@@ -138,7 +139,7 @@ async def bench(gateway_core: int | None, other_core: int | None, profile: Path 
         _, line = await stack.enter_async_context(worker)
         address = line.rpartition(" ")[2]
         flags = ["--profile", str(profile)] if profile else []
-        gateway = started("benchmarks.gateway_process", address, *flags, core=gateway_core)
+        gateway = started("benchmarks.gateway_process", address, *flags, core=gateway_core, ends_with_input=True)
         gateway_pid, base_url = await stack.enter_async_context(gateway)
         direct = await stack.enter_async_context(WorkerClient(address))
         through = await stack.enter_async_context(HttpClient(base_url, MODEL))

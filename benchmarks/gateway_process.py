@@ -1,6 +1,6 @@
-"""A gateway in a process of its own, on a core of its own, without Ray: what `benchmarks.gateway` measures.
+"""A gateway in a process of its own, without Ray: what `benchmarks.gateway` measures.
 
-    python -m benchmarks.gateway_process ADDRESS … [--core N] [--profile FILE]
+    python -m benchmarks.gateway_process ADDRESS … [--profile FILE]
 
 Prints the base URL once requests can be served, and ends with its input.
 """
@@ -8,7 +8,6 @@ Prints the base URL once requests can be served, and ends with its input.
 import argparse
 import asyncio
 import cProfile
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,11 +39,8 @@ async def serve(addresses: Sequence[str], profile: cProfile.Profile | None) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="of a worker")
-    parser.add_argument("--core", type=int)
     parser.add_argument("--profile", type=Path, help="where cProfile's statistics go")
     arguments = parser.parse_args()
-    if arguments.core is not None:
-        os.sched_setaffinity(0, {arguments.core})
     profile = cProfile.Profile() if arguments.profile else None
     asyncio.run(serve(arguments.addresses, profile))
     if profile is not None:

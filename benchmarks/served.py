@@ -37,7 +37,7 @@ async def served(*flags: str) -> AsyncIterator[str]:
         stdout=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "200"},
     )  # fmt: skip
     try:
-        async with _in_time("tandem serve", START_S):
+        async with in_time("tandem serve", START_S):
             base_url = await _printed_url(process)
         yield base_url
     finally:
@@ -94,7 +94,7 @@ async def served_by_vllm(
         )
         try:
             base_url = f"http://127.0.0.1:{port}"
-            async with _in_time("vLLM", PEER_START_S):
+            async with in_time("vLLM", PEER_START_S):
                 while not await _answers(base_url):
                     if process.returncode is not None:
                         output.seek(max(0, output.tell() - 4000))
@@ -106,7 +106,11 @@ async def served_by_vllm(
 
 
 @asynccontextmanager
-async def _in_time(server: str, seconds: float) -> AsyncIterator[None]:
+async def in_time(server: str, seconds: float) -> AsyncIterator[None]:
+    """
+    Raises:
+        TimeoutError: the block, in which the server starts, takes longer; the message has its name.
+    """
     try:
         async with asyncio.timeout(seconds):
             yield
