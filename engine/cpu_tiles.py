@@ -28,6 +28,8 @@ TILE_ROWS = 8
 TILE_COLUMNS = 32
 
 LANES = 16  # of a vector of float32
+# Where the columns of `add_weighted_rows` are, in bfloat16: the instruction that pairs two rows works in quarters.
+PAIRED_COLUMNS = [8 * lane + half + i for half in (0, 4) for lane in range(4) for i in range(4)]
 
 _code: Any = cgutils
 _WORD, _INDEX, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -223,10 +225,10 @@ def _add_weighted_rows_code(
                 address = row(step)
                 return [writer.load(builder.gep(address, [_INDEX(c * LANES)]), _FLOATS) for c in range(2)]
             number = builder.mul(step, _INDEX(2))
-            halves = ir.VectorType(ir.IntType(16), 2 * LANES)
-            first, second = (writer.load(row(writer.add(number, t)), halves) for t in range(2))
-            lanes = [[8 * lane + half + i for lane in range(4) for i in range(4)] for half in (0, 4)]
-            orders = [[place for i in lane for place in (i, i + 2 * LANES)] for lane in lanes]
+            bfloats = ir.VectorType(ir.IntType(16), TILE_COLUMNS)
+            first, second = (writer.load(row(writer.add(number, t)), bfloats) for t in range(2))
+            halves = PAIRED_COLUMNS[:LANES], PAIRED_COLUMNS[LANES:]
+            orders = [[place for i in half for place in (i, i + TILE_COLUMNS)] for half in halves]
             return [writer.operand(writer.shuffle(first, second, order)) for order in orders]
 
         def place(s: int, c: int) -> Any:
@@ -304,9 +306,6 @@ def _sum_each(writer: _Writer, vectors: list[Any]) -> Any:
     [total], [owners] = vectors, held
     return writer.shuffle(total, total, [owners.index(t) for t in range(LANES)])
 
-
-# Where the columns of `add_weighted_rows` are, in bfloat16: the instruction that pairs two rows works in quarters.
-PAIRED_COLUMNS = [8 * lane + half + i for half in (0, 4) for lane in range(4) for i in range(4)]
 
 multiply_tile: Any = intrinsic(_multiply_tile_code)
 add_weighted_rows: Any = intrinsic(_add_weighted_rows_code)

@@ -104,7 +104,7 @@ class TorchExecutor:
         if not on_gpu:
             collapse_into_huge_pages()
         tiled = all(isinstance(linear, TiledLinear) for linear in self._model.linears)
-        if tiled and not getattr(self._attention, "needs_torch_threads", True):
+        if tiled and not self._attention.needs_torch_threads:
             # What takes time has threads of its own; torch's would spin on the cores that those compute on.
             torch.set_num_threads(1)
         self._sampler = _make_sampler(self._device)

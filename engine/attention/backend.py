@@ -84,6 +84,11 @@ class AttentionBackend(Protocol):
 
     can_replay: bool  # whether `plan` takes `replayed`
 
+    @property
+    def needs_torch_threads(self) -> bool:
+        """Whether, once prepared, torch's threads have something to do here."""
+        ...
+
     def prepare(self, shape: AttentionShape) -> None:
         """Compiles (or loads from disk) what serving such a model needs: a worker does it before it reports ready.
 

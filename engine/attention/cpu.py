@@ -52,15 +52,16 @@ class CpuBackend:
             raise ValueError(f"attention backend cpu keeps the KV cache in {shape.dtype}, not in {shape.kv_dtype}")
         self._decode = make_decode(shape, self._num_threads, tiles=self._tiles)
         self._prefill = make_prefill(shape, self._num_threads, tiles=self._tiles)
-        for window in shape.windows:
-            for self._least_shared in (_NEVER, 0):  # the code for one thread, and that for several
+        for least_shared in (_NEVER, 0) if self._num_threads > 1 else (_NEVER,):
+            self._least_shared = least_shared  # the code for one thread, and that for several
+            for window in shape.windows:
                 self._warm_up(shape, window)
         bytes_per_token = 2 * shape.num_kv_heads * shape.head_dim * shape.kv_dtype.itemsize
         self._least_shared = -(-_LEAST_SHARED_BYTES // bytes_per_token)
 
     @property
     def needs_torch_threads(self) -> bool:
-        """Whether chunks are torch's to compute; if not, no call here is worth a thread of torch's."""
+        """For chunks, where they are torch's to compute."""
         return isinstance(self._prefill, TorchPrefill)
 
     def plan(self, metadata: AttentionMetadata, *, replayed: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Attention of requests with one query each on a CPU, two ways: for any CPU, and by `engine.cpu_tiles`."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -47,12 +48,8 @@ class PortableDecode:
             layer.geometry,
             out.numpy(),
         )
-        if len(plan.alone) > 0:
-            cpu_kernels.decode_attention(*arguments, plan.alone)
-        if len(plan.shared) > 0:
-            with launch(self._num_threads):
-                heads = _heads_per_task(layer, plan, self._num_threads)
-                cpu_kernels.decode_attention_parallel(*arguments, plan.shared, heads)
+        one, several = cpu_kernels.decode_attention, cpu_kernels.decode_attention_parallel
+        _run(one, several, arguments, layer, plan, self._num_threads)
         return out.view(q.shape).to(q.dtype)
 
 
@@ -77,12 +74,8 @@ class TiledDecode:
             layer.geometry,
             as_numpy(out),
         )
-        if len(plan.alone) > 0:
-            cpu_tiled_decode.decode_attention(*arguments, plan.alone)
-        if len(plan.shared) > 0:
-            with launch(self._num_threads):
-                heads = _heads_per_task(layer, plan, self._num_threads)
-                cpu_tiled_decode.decode_attention_parallel(*arguments, plan.shared, heads)
+        one, several = cpu_tiled_decode.decode_attention, cpu_tiled_decode.decode_attention_parallel
+        _run(one, several, arguments, layer, plan, self._num_threads)
         return out.view(q.shape)
 
 
@@ -92,6 +85,19 @@ def _by_kv_head(q: torch.Tensor, layer: PoolLayer) -> tuple[int, int, int, int]:
     return num_requests, num_kv_heads, num_heads // num_kv_heads, head_dim
 
 
-def _heads_per_task(layer: PoolLayer, plan: StepPlan, num_threads: int) -> int:
-    """With many requests a task is a request, whose blocks are then read in one run; with few, one of its KV heads."""
-    return layer.geometry.num_kv_heads if len(plan.shared) >= 4 * num_threads else 1
+def _run(
+    one: Callable[..., None],
+    several: Callable[..., None],
+    arguments: tuple[object, ...],
+    layer: PoolLayer,
+    plan: StepPlan,
+    num_threads: int,
+) -> None:
+    """Each request by the kernel for one thread or by that for several, as the plan says."""
+    if len(plan.alone) > 0:
+        one(*arguments, plan.alone)
+    if len(plan.shared) > 0:
+        # With many requests a task is a request, whose blocks are then read in one run; with few, one of its KV heads.
+        heads_per_task = layer.geometry.num_kv_heads if len(plan.shared) >= 4 * num_threads else 1
+        with launch(num_threads):
+            several(*arguments, plan.shared, heads_per_task)

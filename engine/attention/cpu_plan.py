@@ -61,11 +61,12 @@ class StepPlan:
             is_decode &= ~metadata.is_prompt
         decodes = np.flatnonzero(is_decode)
         decode_rows: slice | torch.Tensor
+        chosen: slice | npt.NDArray[np.int64]
         if len(decodes) == 0 or decodes[-1] == len(decodes) - 1:  # the usual case: they are all at the front
-            decode_rows = slice(0, len(decodes))
+            decode_rows = chosen = slice(0, len(decodes))
         else:
-            decode_rows = torch.from_numpy(metadata.query_start[decodes].astype(np.int64))
-        contexts = metadata.context_lens[decodes]
+            decode_rows, chosen = torch.from_numpy(metadata.query_start[decodes].astype(np.int64)), decodes
+        contexts = metadata.context_lens[chosen]
         # By its own length alone: what batch mates there are must not decide which code computes a request.
         is_shared = contexts >= least_shared if num_threads > 1 else np.zeros(len(contexts), np.bool_)
         # Threads take equal runs of the order: deal them long and short contexts alike.
@@ -75,7 +76,7 @@ class StepPlan:
             metadata=metadata,
             decodes=decodes,
             decode_rows=decode_rows,
-            decode_tables=metadata.block_tables[decodes],
+            decode_tables=metadata.block_tables[chosen],
             decode_contexts=contexts,
             alone=np.flatnonzero(~is_shared),
             shared=np.concatenate([longest_first[t::num_threads] for t in range(num_threads)]),

@@ -55,6 +55,7 @@ class FlashInferBackend:
     """
 
     can_replay = True
+    needs_torch_threads = True
 
     def __init__(self, *, num_threads: int = 1, device: str = "cuda", split_kv: bool = False) -> None:
         del num_threads  # of the CPU

@@ -14,6 +14,7 @@ class ReferenceBackend:
     """Torch gather + scaled dot product attention, one request after the other."""
 
     can_replay = False
+    needs_torch_threads = True
 
     def __init__(self, *, num_threads: int = 1, device: str = "cpu") -> None:
         del num_threads, device  # torch's own setting, and its tensors' device, hold

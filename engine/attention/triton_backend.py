@@ -57,6 +57,7 @@ class TritonBackend:
     """The backend `triton`. One thread calls it, with its device current; launches go to the current stream."""
 
     can_replay = True
+    needs_torch_threads = True
 
     def __init__(self, *, num_threads: int = 1, device: str = "cuda") -> None:
         del num_threads

@@ -35,11 +35,12 @@ class Llama:
 
     def warm_up(self) -> None:
         """Compiles, or loads from disk, what a step runs besides attention: before the first request, not in it."""
+        layer = self.layers[0]  # what it runs, all do
         hidden = self.embedding.new_zeros(1, self.config.hidden_size)
         cos_sin = self.rope.cos_sin(torch.zeros(1, dtype=torch.int64, device=hidden.device))
-        q, _, _ = self.layers[0].before_attention(hidden, torch.zeros_like(hidden), *cos_sin)
-        self.lm_head(self.norm.after_adding(hidden, self.layers[0].after_attention(hidden, q)))
-        for linear in self.linears:
+        q, _, _ = layer.before_attention(hidden, torch.zeros_like(hidden), *cos_sin)
+        self.lm_head(self.norm.after_adding(hidden, layer.after_attention(hidden, q)))
+        for linear in (*layer.weights.linears, self.lm_head):
             if isinstance(linear, TiledLinear):
                 linear.warm_up(hidden.dtype)
 
