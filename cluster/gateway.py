@@ -31,9 +31,9 @@ from cluster.routed_generator import RoutedGenerator
 from cluster.scrape import ClusterScrape
 from cluster.service import GenerationService
 from cluster.text.chat_template import ChatTemplate
-from cluster.text.tokenizer import Tokenizer
 from cluster.text_generator import TextGenerator
 from engine.model.locate import resolve_model
+from engine.tokenizer.tokenizer import Tokenizer
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

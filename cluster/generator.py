@@ -53,6 +53,8 @@ class SequenceChunk:
     prefill_worker: str  # worker id; the decode worker's own if it prefilled
     decode_worker: str
     stages: StageTimes | None = None  # with the last chunk, if the worker said
+    # With the first chunk, if asked for: of the prompt's tokens, from the second on.
+    prompt_logprobs: tuple[SampledToken, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from cluster.interleave import interleave
 from cluster.metrics import GatewayMetrics
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop_strings import StopMatch, StopMatcher
-from cluster.text.tokenizer import Tokenizer
 from cluster.text_request import PlannedText, SequencePlanner, TextOptions, TextRequest
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason
+from engine.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class TextDelta:
     prefill_worker: str | None = None
     decode_worker: str | None = None
     stages: StageTimes | None = None
+    # With the choice's first delta, if asked for: of the prompt's tokens, from the second on.
+    prompt_logprobs: tuple[SampledToken, ...] | None = None
 
 
 class OutputText:
@@ -81,6 +83,7 @@ class OutputText:
             prefill_worker=chunk.prefill_worker,
             decode_worker=chunk.decode_worker,
             stages=chunk.stages,
+            prompt_logprobs=chunk.prompt_logprobs,
         )
 
 

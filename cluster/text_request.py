@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest
 from cluster.generator import SequenceRequest, ServedModel
-from cluster.text.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
+from engine.structure.spec import Structure
+from engine.tokenizer.tokenizer import Tokenizer
 
 MAX_CHOICES = 128  # n; OpenAI's bound
 MAX_STOPS = 16
@@ -45,6 +46,8 @@ class TextOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None  # None: one is drawn
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structure: Structure | None = None  # what the text is held to
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -172,8 +175,10 @@ class SequencePlanner:
             raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], not {options.n}", param="n")
         if options.max_tokens is not None and options.max_tokens < 0:
             raise InvalidRequest(f"max_tokens must not be negative, and is {options.max_tokens}", param="max_tokens")
-        if options.logprobs is not None and not 0 <= options.logprobs <= MAX_LOGPROBS:
-            raise InvalidRequest(f"logprobs must be in [0, {MAX_LOGPROBS}], not {options.logprobs}", param="logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(options, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], not {value}", param=name)
         if len(options.stop) > MAX_STOPS:
             raise InvalidRequest(f"stop has {len(options.stop)} strings; at most {MAX_STOPS} are allowed", param="stop")
         longest = max(map(len, options.stop), default=0)
@@ -229,6 +234,8 @@ class SequencePlanner:
                     logit_bias=logit_bias,
                     seed=choice_seed(seed, index),
                     logprobs=options.logprobs,
+                    prompt_logprobs=options.prompt_logprobs,
+                    structure=options.structure,
                     min_tokens=options.min_tokens,
                     stop_token_ids=sorted_stop_token_ids,
                 )

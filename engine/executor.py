@@ -9,8 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.memory import KVLayout, PoolMemory
 from engine.sampling_params import SamplingParams
+
+
+class TokenMatcher(Protocol):
+    """Holds one sequence to a structure; see `engine.structure`."""
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """Which tokens may follow these: bit `i % 32` of word `i // 32` for token i. At least one is.
+
+        Args:
+            output_token_ids: all that the sequence has generated; each was allowed after those before it.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +38,7 @@ class SamplingInput:
     params: SamplingParams
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    matcher: TokenMatcher | None = None  # of `params.structure`
 
     @property
     def position(self) -> int:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.structure.spec import Structure
+
 
 class FinishReason(Enum):
     """Why a request ended; the values are OpenAI's words."""
@@ -34,6 +36,8 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int = 0
     logprobs: int | None = None  # k: the sampled token's and the k best; None: none
+    prompt_logprobs: int | None = None  # likewise, of every prompt token but the first
+    structure: Structure | None = None  # what the text is held to
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # with the model's end-of-sequence ids, unless they are to be ignored
 
@@ -50,8 +54,9 @@ class SamplingParams:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, 2**31 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _in_range(name, value, 0, 2**31 - 1)
         for token_id, bias in self.logit_bias.items():
             _in_range(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
 

@@ -14,9 +14,9 @@ from cluster.openai.app import create_app
 from cluster.openai.server import ApiServer
 from cluster.scrape import ClusterScrape
 from cluster.text.chat_template import ChatTemplate
-from cluster.text.tokenizer import Tokenizer
 from cluster.text_generator import TextGenerator
 from engine.model.locate import EMBEDDED_MODEL, resolve_model
+from engine.tokenizer.tokenizer import Tokenizer
 from fake_generator import FakeGenerator
 
 MODEL = "fake"

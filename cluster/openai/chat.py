@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from cluster.openai.chat_request import ChatRequest
 from cluster.openai.logprobs import chat_logprobs
 from cluster.openai.reply import Json
-from cluster.text.tokenizer import Tokenizer
 from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText, reported_stop
+from engine.tokenizer.tokenizer import Tokenizer
 
 
 class ChatShape:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from cluster.openai.completion_request import CompletionRequest
 from cluster.openai.logprobs import CompletionLogprobs
 from cluster.openai.reply import Json
-from cluster.text.tokenizer import Tokenizer
 from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText, reported_stop
+from engine.tokenizer.tokenizer import Tokenizer
 
 
 class CompletionShape:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.text.detokenizer import Detokenizer
-from cluster.text.tokenizer import Tokenizer
 from engine.executor import SampledToken
+from engine.tokenizer.tokenizer import Tokenizer
 
 IMPOSSIBLE = -9999.0
 

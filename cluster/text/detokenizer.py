@@ -7,7 +7,7 @@ stream ever splits one, and the pieces joined are the text of all tokens decoded
 import codecs
 from collections.abc import Iterable
 
-from cluster.text.tokenizer import Tokenizer
+from engine.tokenizer.tokenizer import Tokenizer
 
 
 class Detokenizer:

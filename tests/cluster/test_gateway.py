@@ -164,7 +164,7 @@ async def test_small_replies_are_sent_without_waiting_for_acknowledgements() -> 
 def test_gateway_process_loads_neither_torch_nor_numba() -> None:
     root = Path(__file__).parents[2]
     code = (
-        "import sys, cluster.gateway; from cluster.text.tokenizer import Tokenizer; "
+        "import sys, cluster.gateway; from engine.tokenizer.tokenizer import Tokenizer; "
         "from engine.model.locate import *; Tokenizer.load(resolve_model(EMBEDDED_MODEL)); "
         "sys.exit(' '.join({'torch', 'numba', 'ray', 'transformers'} & set(sys.modules)) or 0)"
     )

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
-from cluster.text.tokenizer import Tokenizer
+from engine.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = {token: i for i, token in enumerate([*"abc", "Ġ", "ab", "<s>", "</s>", "<turn>"])}
 

@@ -9,9 +9,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.text.token_bytes import byte_level_bytes
 from engine.model.gguf_file import GGUFFile
 from engine.model.locate import EMBEDDED_MODEL, resolve_model
+from engine.tokenizer.token_bytes import byte_level_bytes
 from gateway_api import embedded_tokenizer
 
 GOLDEN = {

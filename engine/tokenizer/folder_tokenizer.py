@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Encoder
 
-from cluster.text.tokenizer import SpecialTokens, Tokenizer
+from engine.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

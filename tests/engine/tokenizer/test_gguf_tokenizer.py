@@ -10,9 +10,9 @@ from gguf import GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.text.gguf_tokenizer import load_gguf_tokenizer
-from cluster.text.tokenizer import Tokenizer
 from engine.model.errors import ModelLoadError
+from engine.tokenizer.gguf_tokenizer import load_gguf_tokenizer
+from engine.tokenizer.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 

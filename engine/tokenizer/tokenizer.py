@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tokenizers
 
-from cluster.text.token_bytes import byte_level_bytes, sentencepiece_bytes, token_bytes_table
+from engine.tokenizer.token_bytes import byte_level_bytes, sentencepiece_bytes, token_bytes_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class Tokenizer:
             ValueError: a tokenizer of a kind that is not known here, or a damaged file.
         """
         if path.is_dir():
-            from cluster.text.folder_tokenizer import load_folder_tokenizer
+            from engine.tokenizer.folder_tokenizer import load_folder_tokenizer
 
             return load_folder_tokenizer(path)
-        from cluster.text.gguf_tokenizer import load_gguf_tokenizer
+        from engine.tokenizer.gguf_tokenizer import load_gguf_tokenizer
 
         return load_gguf_tokenizer(path)
 

@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Encoder
 from tokenizers.processors import TemplateProcessing
 
-from cluster.text.tokenizer import SpecialTokens, Tokenizer
 from engine.model.gguf_file import GGUFFile
+from engine.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE_PIECE = "\N{LOWER ONE EIGHTH BLOCK}"
