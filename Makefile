@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # What tests and checks need besides: tools, oracles, and what compiles kernels for GPUs.
 $(TESTED): $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev,gpu-check]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev,clients,otel,gpu-check]'
 	@touch $@
 
 clean:
