@@ -127,8 +127,8 @@ class SequencePlanner:
         # Before any work: no token stands for more bytes than the longest one, and a character is at least a byte.
         if len(text) > self._model.max_model_len * self._tokenizer.max_token_bytes:
             raise InvalidRequest(
-                f"{param} has {len(text)} characters, which cannot fit the model's context of "
-                f"{self._model.max_model_len} tokens",
+                f"the prompt is too long: {param} has {len(text)} characters, and this model's maximum context length "
+                f"is {self._model.max_model_len} tokens",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -162,9 +162,12 @@ class SequencePlanner:
         if max_tokens is None:
             max_tokens = max(room, 1)  # at least one token, or the request makes no sense
         if max_tokens > room:
+            # LangChain and LiteLLM know this error by words of its message alone: "prompt is too long" and
+            # "this model's maximum context length is".
+            what = "the prompt is too long" if num_prompt_tokens >= context else "max_tokens is too high"
             raise InvalidRequest(
-                f"the model's context holds {context} tokens; the prompt has {num_prompt_tokens} and up to "
-                f"{max_tokens} more are asked for",
+                f"{what}: this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}, "
+                f"and up to {max_tokens} more are asked for",
                 param="max_tokens" if num_prompt_tokens < context else request.prompt_field,
                 code="context_length_exceeded",
             )

@@ -42,7 +42,9 @@ async def test_rest_of_the_context_is_allowed_when_max_tokens_is_absent() -> Non
 async def test_prompt_that_fills_the_context_leaves_no_room() -> None:
     for max_tokens in (None, 1):
         options = TextOptions(max_tokens=max_tokens)
-        with pytest.raises(InvalidRequest, match="holds 100 tokens; the prompt has 100"):
+        with pytest.raises(
+            InvalidRequest, match="too long: this model's maximum context length is 100 tokens; the prompt has 100"
+        ):
             await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 100, options=options))
 
 
