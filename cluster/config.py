@@ -10,22 +10,39 @@ written back.
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.config import Dtype, KVCacheDtype
+from worker.config import DEFAULT_SERVER_NAME
+from worker.log import LogFormat
 
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 16
+DEFAULT_MAX_CONCURRENT = 1024
+DEFAULT_MAX_BODY_BYTES = 8 * 1024 * 1024
 # A GPU computes thousands of tokens in the time that a core takes for one.
 _DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 _ATTENTION_BACKENDS = {"cpu": ("auto", "cpu", "reference"), "cuda": ("auto", "reference", "triton", "flashinfer")}
+
+_GATEWAY_TLS = ("tls_cert_file", "tls_key_file")
+_INTERNAL_TLS = ("internal_ca_file", "internal_cert_file", "internal_key_file")
 
 
 class ConfigError(ValueError):
@@ -49,10 +66,27 @@ def _one_or_half(gpus: float) -> float:
     return gpus
 
 
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def is_sound_key(key: str) -> bool:
+    """Whether a client could send it: visible ASCII, and some."""
+    return re.fullmatch(r"[\x21-\x7e]+", key) is not None
+
+
+def _sound_key(key: SecretStr) -> SecretStr:
+    if not is_sound_key(key.get_secret_value()):
+        raise PydanticCustomError("api_key", "must be visible ASCII without spaces")
+    return key
+
+
 _Int = Annotated[int, BeforeValidator(_no_truth_value)]
 _Float = Annotated[float, BeforeValidator(_no_truth_value)]
 _Port = Annotated[_Int, Field(ge=0, le=65535)]
 _Seconds = Annotated[_Float, Field(gt=0, allow_inf_nan=False)]
+_File = Annotated[str, Field(min_length=1)]
+_Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_sound_key)], ...], BeforeValidator(_as_list)]
 
 
 class ClusterConfig(BaseModel):
@@ -62,7 +96,8 @@ class ClusterConfig(BaseModel):
         ValidationError: a value that is not allowed; `load_config` turns it into a `ConfigError`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # An error's own text does not repeat what was given: it may be a key.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     model: str = Field(
         "smollm2-135m-instruct",
@@ -96,6 +131,31 @@ class ClusterConfig(BaseModel):
     port: _Port = Field(8000, description="HTTP; 0: one that is free.")
     grpc_port: _Port | None = Field(None, description="gRPC. (default: port + 1, or one that is free if port is 0)")
 
+    api_key: _Keys = Field(
+        (),
+        description="A key that clients must present; give it several times for several. Whoever can list this "
+        "machine's processes sees a flag's: prefer a file, or TANDEM_API_KEYS. (default: $TANDEM_API_KEYS, "
+        "comma-separated; without any key everybody may come in)",
+    )
+    api_keys_file: _File | None = Field(None, description="More of them, one a line; # begins a comment.")
+    tls_cert_file: _File | None = Field(
+        None, description="The gateway's certificate chain, PEM, for HTTP and gRPC. (default: no TLS)"
+    )
+    tls_key_file: _File | None = Field(None, description="Its private key, PEM.")
+    internal_ca_file: _File | None = Field(
+        None,
+        description="PEM; gateway and workers show each other certificates of this authority. (default: no TLS inside)",
+    )
+    internal_cert_file: _File | None = Field(
+        None, description="The certificate that each of them shows, PEM; at this path on every machine."
+    )
+    internal_key_file: _File | None = Field(None, description="Its private key, PEM.")
+    internal_server_name: str = Field(
+        DEFAULT_SERVER_NAME,
+        min_length=1,
+        description="The name that internal certificates must be for (subjectAltName), whatever a worker's address.",
+    )
+
     prefill_workers: _Int = Field(1, ge=0, description="0: decode workers prefill for themselves.")
     decode_workers: _Int = Field(1, ge=1, description="At least one.")
     threads: _Int | None = Field(
@@ -127,6 +187,12 @@ class ClusterConfig(BaseModel):
     )
 
     max_waiting: _Int = Field(1024, ge=1, description="Requests waiting at a worker, before more are refused (429).")
+    max_concurrent_requests: _Int = Field(
+        DEFAULT_MAX_CONCURRENT, ge=1, description="Sequences in flight at the gateway, before more are refused (429)."
+    )
+    max_body_bytes: _Int = Field(
+        DEFAULT_MAX_BODY_BYTES, ge=1, description="Of an HTTP request's body (else 413), or of a gRPC message."
+    )
     request_timeout_s: _Seconds = Field(600.0, description="Deadline of a request that brings none.")
     handoff_timeout_s: _Seconds = Field(120.0, description="Deadline of a hand-off whose request has none.")
     lease_s: _Seconds = Field(30.0, description="A hand-off without progress for so long is over.")
@@ -144,7 +210,16 @@ class ClusterConfig(BaseModel):
         description='"local": a Ray of its own on this machine; "auto" or host:port: join that cluster, '
         "from one of its nodes. (default: $RAY_ADDRESS, or local)",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="Of all processes.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="Of all processes; info has a line for each request."
+    )
+    log_format: LogFormat = Field("text", description="json: an object a line.")
+    otlp_endpoint: str | None = Field(
+        None,
+        min_length=1,
+        description="Where traces go, OTLP over gRPC: http://host:4317; needs the extra otel. "
+        "(default: $OTEL_EXPORTER_OTLP_ENDPOINT, or none)",
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> "ClusterConfig":
@@ -177,6 +252,13 @@ class ClusterConfig(BaseModel):
                 f"attention_backend: must be one of {', '.join(_ATTENTION_BACKENDS[self.device])} "
                 f"on device {self.device}, not {self.attention_backend!r}"
             )
+        for names in (_GATEWAY_TLS, _INTERNAL_TLS):
+            given = [name for name in names if getattr(self, name) is not None]
+            if given and len(given) < len(names):
+                missing = ", ".join(name for name in names if name not in given)
+                raise _problem(f"{missing}: needed beside {', '.join(given)}")
+        if self.internal_ca_file is None and self.internal_server_name != _default_of(self, "internal_server_name"):
+            raise _problem(f"internal_server_name: needs {', '.join(_INTERNAL_TLS)}")
         if self.ray_address.startswith("ray://"):
             raise _problem(
                 f"ray_address: must be 'local', 'auto' or host:port, not {self.ray_address!r}: "
@@ -225,12 +307,26 @@ def load_config(file: Path | None = None, flags: Mapping[str, object] | None = N
     """
     values = {} if file is None else _read_yaml(file)
     values |= {name: value for name, value in (flags or {}).items() if value is not None}
-    if address := os.environ.get("RAY_ADDRESS"):
-        values.setdefault("ray_address", address)
+    for name, value in _environment().items():
+        values.setdefault(name, value)
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as exc:
         raise ConfigError(*(_sentence(error) for error in exc.errors())) from exc
+
+
+def _environment() -> dict[str, object]:
+    """What the environment says; a variable that is set to nothing says nothing."""
+    values: dict[str, object] = {}
+    for variable, name in (("RAY_ADDRESS", "ray_address"), ("OTEL_EXPORTER_OTLP_ENDPOINT", "otlp_endpoint")):
+        if value := os.environ.get(variable):
+            values[name] = value
+    if given := os.environ.get("TANDEM_API_KEYS"):
+        keys = [key.strip() for key in given.split(",") if key.strip()]
+        if not keys:
+            raise ConfigError("TANDEM_API_KEYS holds no key: nobody could come in")
+        values["api_key"] = keys
+    return values
 
 
 def _read_yaml(file: Path) -> dict[str, object]:
@@ -279,6 +375,9 @@ def _sentence(error: ErrorDetails) -> str:
     if kind == "cluster":
         return str(context["sentence"])
     name = str(error["loc"][0])
+    if name == "api_key":
+        # Never what was given.
+        return "api_key: must be one key or a list of keys, each of visible ASCII without spaces"
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(name, ClusterConfig.model_fields, n=1)
         return f"{name}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")

@@ -6,6 +6,7 @@ that is too small, or a model that is not there, is refused within a second.
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.config import ClusterConfig, ConfigError
 from cluster.worker_info import Role
@@ -149,4 +150,14 @@ def _worker_config(
         request_timeout_s=config.request_timeout_s,
         max_repairs=config.max_repairs,
         drain_timeout_s=config.drain_timeout_s,
+        # As with a model: no path of a worker depends on where it was started.
+        internal_ca_file=_absolute(config.internal_ca_file),
+        internal_cert_file=_absolute(config.internal_cert_file),
+        internal_key_file=_absolute(config.internal_key_file),
+        internal_server_name=config.internal_server_name,
+        log_format=config.log_format,
     )
+
+
+def _absolute(file: str | None) -> str | None:
+    return None if file is None else str(Path(file).absolute())

@@ -41,7 +41,8 @@ class DecodeRole(CacheLender):
         self._outbox = Outbox()
         self._active = ActiveRequests(context.drain, self._out_of_time)
         self._num_submitted = 0
-        self.puller = Puller(context.built.memory, context.layout, self, GrpcTransport(), times=context.times)
+        transport = GrpcTransport(tls=context.tls)
+        self.puller = Puller(context.built.memory, context.layout, self, transport, times=context.times)
 
     @property
     def num_transferring(self) -> int:

@@ -9,6 +9,7 @@ from kvtransfer.channels import CHANNEL_OPTIONS, Options
 from kvtransfer.errors import Code
 from kvtransfer.events import StreamEnded
 from kvtransfer.messages import ConsumerMessage, HolderMessage
+from kvtransfer.peer_tls import PeerTls, open_peer_channel
 from kvtransfer.wire import request_to_wire, response_from_wire
 from tandem.v1 import exchange_pb2, exchange_pb2_grpc
 
@@ -29,9 +30,12 @@ class GrpcTransport:
     that no failure outlasts its cause.
     """
 
-    def __init__(self, *, idle_s: float = IDLE_S, options: Options = CHANNEL_OPTIONS) -> None:
+    def __init__(
+        self, *, idle_s: float = IDLE_S, options: Options = CHANNEL_OPTIONS, tls: PeerTls | None = None
+    ) -> None:
         self._idle_s = idle_s
         self._options = options
+        self._tls = tls
         self._current: dict[str, _PeerChannel] = {}  # by address, for new streams
         self._channels: set[_PeerChannel] = set()  # all that are open
         self._tasks: set[asyncio.Task[None]] = set()
@@ -43,7 +47,7 @@ class GrpcTransport:
     def connect(self, address: str, timeout_s: float, listener: Listener) -> "GrpcStream":
         peer = self._current.get(address)
         if peer is None:
-            peer = self._current[address] = _PeerChannel(address, self._options)
+            peer = self._current[address] = _PeerChannel(address, self._options, self._tls)
             self._channels.add(peer)
         peer.use()
         stream = GrpcStream(peer.channel, timeout_s, listener)
@@ -91,9 +95,9 @@ class GrpcTransport:
 
 
 class _PeerChannel:
-    def __init__(self, address: str, options: Options) -> None:
+    def __init__(self, address: str, options: Options, tls: PeerTls | None) -> None:
         self.address = address
-        self.channel = grpc.aio.insecure_channel(address, options=options)
+        self.channel = open_peer_channel(address, options, tls)
         self.num_streams = 0
         self._timer: asyncio.TimerHandle | None = None  # while it is unused
 

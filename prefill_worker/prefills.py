@@ -47,7 +47,8 @@ class PrefillRole(CacheLender):
         self._context = context
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
-        self.puller = Puller(context.built.memory, context.layout, self, GrpcTransport(), times=context.times)
+        transport = GrpcTransport(tls=context.tls)
+        self.puller = Puller(context.built.memory, context.layout, self, transport, times=context.times)
 
     @property
     def num_transferring(self) -> int:

@@ -9,8 +9,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.config import Dtype, EngineConfig, KVCacheDtype, check_device
+from worker.log import LogFormat
 
 ExecutorKind = Literal["torch", "hash"]
+# What an internal certificate is for, unless a configuration says otherwise.
+DEFAULT_SERVER_NAME = "tandem-worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ class WorkerConfig:
     request_timeout_s: float = 600.0
     max_repairs: int = 3  # hand-offs that may be lost before the request fails
     drain_timeout_s: float = 300.0
+    # Mutual TLS with gateways and other workers: PEM files, all three or none.
+    internal_ca_file: str | None = None
+    internal_cert_file: str | None = None
+    internal_key_file: str | None = None
+    internal_server_name: str = DEFAULT_SERVER_NAME  # that certificates must be for
+    log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
         if not self.worker_id:
@@ -72,11 +81,24 @@ class WorkerConfig:
                 raise ValueError(f"{name} must be above 0 seconds, not {getattr(self, name)}")
         if self.max_repairs < 0:
             raise ValueError(f"max_repairs must not be negative, not {self.max_repairs}")
+        if len({file is None for file in self.internal_files}) > 1:
+            raise ValueError(
+                "internal_ca_file, internal_cert_file and internal_key_file: all three are needed, or none"
+            )
+        if not self.internal_server_name:
+            raise ValueError("internal_server_name must not be empty")
+        if self.log_format not in get_args(LogFormat):
+            raise ValueError(f"log_format must be one of {', '.join(get_args(LogFormat))}, not {self.log_format!r}")
 
     @property
     def model_name(self) -> str:
         """The name that clients and metrics use."""
         return self.served_model_name or self.model
+
+    @property
+    def internal_files(self) -> tuple[str | None, str | None, str | None]:
+        """Authority, certificate and key of mutual TLS."""
+        return self.internal_ca_file, self.internal_cert_file, self.internal_key_file
 
     @classmethod
     def from_dict(cls, values: object) -> "WorkerConfig":

@@ -6,6 +6,7 @@ from typing import Protocol
 from engine.memory import KVLayout
 from engine.outputs import StepResult
 from kvtransfer.messages import HandoffTimes
+from kvtransfer.peer_tls import PeerTls
 from kvtransfer.ports import HolderPort
 from kvtransfer.puller import Puller
 from worker.build import BuiltEngine
@@ -27,6 +28,7 @@ class WorkerContext:
     drain: Drain
     metrics: WorkerMetrics
     times: HandoffTimes
+    tls: PeerTls | None = None  # to other workers
 
     @property
     def layout(self) -> KVLayout:

@@ -17,6 +17,7 @@ from engine.outputs import StepResult
 from engine.stats import EngineStats
 from kvtransfer.channels import SERVER_OPTIONS
 from kvtransfer.messages import HandoffTimes
+from kvtransfer.peer_tls import PeerTls, add_peer_port
 from kvtransfer.ports import HolderPool
 from kvtransfer.provider import Provider
 from kvtransfer.service import KvExchangeService
@@ -35,6 +36,18 @@ from worker.metrics import MetricsEndpoint, Snapshot, WorkerMetrics
 from worker.service import WorkerService
 
 ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
+
+
+def peer_tls(config: WorkerConfig) -> PeerTls | None:
+    """What a worker shows its peers; None: connections are plain.
+
+    Raises:
+        ValueError: the files are no good.
+    """
+    ca_file, cert_file, key_file = config.internal_files
+    if ca_file is None or cert_file is None or key_file is None:
+        return None
+    return PeerTls.load(ca_file, cert_file, key_file, config.internal_server_name)
 
 
 class EngineFailed(RuntimeError):
@@ -86,6 +99,7 @@ class WorkerNode:
         self._failure = asyncio.get_running_loop().create_future()
         # Looked at even if nobody waits: else asyncio complains of an exception never retrieved.
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())
+        tls = peer_tls(config)  # first: what is wrong with a file is known before a model is loaded
         built = await asyncio.to_thread(build_engine, config)
         stack.callback(built.memory.close)
         self._stats = built.engine.stats()
@@ -97,7 +111,7 @@ class WorkerNode:
         times = HandoffTimes(
             lease_s=config.lease_s, answer_s=min(10.0, config.lease_s), deadline_s=config.handoff_timeout_s
         )
-        context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times)
+        context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times, tls)
         self._role = role = self._make_role(context)
         handle = built.memory.handle(self.instance_id, built.layout)
         staged = stage_pool(role, built.memory, built.layout, self.instance_id)
@@ -120,9 +134,9 @@ class WorkerNode:
         service = WorkerService(
             description, self._events, role, self._load, drain, config.drain_timeout_s, self._not_serving
         )
-        return await self._serve(stack, service)
+        return await self._serve(stack, service, tls)
 
-    async def _serve(self, stack: AsyncExitStack, service: WorkerService) -> str:
+    async def _serve(self, stack: AsyncExitStack, service: WorkerService, tls: PeerTls | None) -> str:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         exchange = KvExchangeService(self._provider)
@@ -137,10 +151,7 @@ class WorkerNode:
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
         for name in ("", *names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        try:
-            port = server.add_insecure_port(f"{self.config.host}:{self.config.port}")
-        except RuntimeError as exc:
-            raise OSError(f"cannot listen on {self.config.host}:{self.config.port}: {exc}") from exc
+        port = add_peer_port(server, f"{self.config.host}:{self.config.port}", tls)
         await server.start()
         # Streams are cancelled at once: their requests are aborted, as when the process dies.
         stack.push_async_callback(server.stop, None)
