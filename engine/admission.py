@@ -1,8 +1,8 @@
 """Which requests may have blocks: arithmetic of the pool's future.
 
 A request is refused for ever if the pool could not hold it alone. It is admitted when the pool holds its tokens, and
-what it and all others that hold blocks are expected to generate; alone, as soon as the pool holds its tokens, so that
-there is always progress.
+what it and all others that hold blocks are expected to generate, each of a prompt's forks by itself; alone, as soon as
+the pool holds its tokens, so that there is always progress.
 """
 
 from collections.abc import Collection, Iterable
@@ -60,7 +60,11 @@ class Admission:
         block_size = self._config.block_size
         hashes = request.hashes(block_size)
         # At least the last token is computed, for its logits.
-        num_cached = self._manager.num_computed_blocks(hashes, (request.num_tokens - 1) // block_size)
+        max_cached = request.num_tokens - 1
+        if request.num_missing_prompt_logprobs > 0 and not request.receives_kv:
+            # And so is every one whose logits say what the prompt's next token was worth.
+            max_cached = len(request.prompt_logprobs or ())
+        num_cached = self._manager.num_computed_blocks(hashes, max_cached // block_size)
         num_needed = self._manager.num_blocks_for(request.num_tokens)
         growth = (self._growth((request,), num_needed) + self._growth(others)) if others else 0
         at_least = num_needed - num_cached * len(self._manager.specs)  # exact if others hold the whole cached prefix
@@ -75,10 +79,24 @@ class Admission:
         """Blocks that these are expected to need beyond those that they hold, or `num_held`."""
         growth = 0
         for request in requests:
-            num_slots = min(request.num_tokens + self._config.expected_growth_tokens, request.max_num_slots)
-            held = self._manager.num_held_blocks(request.request_id) if num_held is None else num_held
-            growth += max(0, self._manager.num_blocks_for(num_slots) - held)
+            if num_held is None:
+                held = self._manager.num_held_blocks(request.request_id)
+                held -= self._manager.num_blocks_to_copy(request.request_id)
+            else:
+                held = num_held
+            growth += max(0, self._num_expected(request) - held)
         return growth
+
+    def _num_expected(self, request: Request) -> int:
+        """Blocks that the request, or all its forks together, are expected to come to."""
+        num_blocks_for = self._manager.num_blocks_for
+        num_slots = min(request.num_tokens + self._config.expected_growth_tokens, request.max_num_slots)
+        if request.forks is None or num_slots <= request.num_tokens:
+            return num_blocks_for(max(num_slots, request.num_tokens))
+        # They share the blocks that the prompt fills, and each comes to have a copy of the one that it fills in part.
+        num_shared = num_blocks_for(request.num_tokens // self._config.block_size * self._config.block_size)
+        num_forks = min(len(request.forks), self._config.max_num_seqs)
+        return num_shared + num_forks * (num_blocks_for(num_slots) - num_shared)
 
     def _check_token_ids(self, request: Request, what: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

@@ -5,7 +5,7 @@ and says everything that happened; in between, peers' blocks are received (`comm
 for peers (`pin_cached`, `unpin`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.config import EngineConfig
 from engine.executor import Executor
@@ -49,18 +49,23 @@ class Engine:
 
     # --- requests
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, forks: Sequence[Request] = ()) -> None:
         """Queues the request.
+
+        Args:
+            forks: then the request is the prompt of these, has no output and ends when they begin, see `forking`. They
+                are as the prompt in all but their names, seeds and matchers, and none of them `receives_kv`.
 
         Raises:
             ValueError: it is no good, too long, or could never fit; the message has the numbers.
             QueueFull: too many wait already.
         """
-        self._scheduler.add_request(request)
+        self._scheduler.add_request(request, forks)
 
     def abort(self, request_id: str) -> bool:
         """Ends the request and frees its blocks, whatever its state; False if it has ended already.
 
+        With a prompt the forks end that still wait for it. A prompt without forks is computed all the same.
         Of a receiving request the caller guarantees that no copy into its blocks is in flight.
         """
         return self._scheduler.abort(request_id)
@@ -96,20 +101,28 @@ class Engine:
         """The leading `num_blocks` blocks of a receiving request are real now: full ones enter the prefix cache."""
         self._scheduler.commit_blocks(request_id, num_blocks)
 
-    def finish_receiving(self, request_id: str, num_tokens: int, first_token: int | None) -> FinishReason | None:
+    def finish_receiving(
+        self,
+        request_id: str,
+        num_tokens: int,
+        first_token: int | None,
+        fork_tokens: Mapping[str, int] | None = None,
+    ) -> FinishReason | None:
         """The KV of `num_tokens` leading tokens is real: the request runs from now on, and what is
         missing is computed here.
 
         Args:
             first_token: the next token after all that the request has, sampled by the peer and delivered already; it
                 is not reported again. None: it is sampled here, so at least the last token is computed here.
+            fork_tokens: of a prompt, instead: likewise of each of its forks, by id; who is none any more is ignored.
+                None: they are sampled here.
 
-        Returns why the request ended, if it did with `first_token`.
+        Returns why the request ended, if it did with `first_token`. A fork that ends with its token is not reported.
 
         Raises:
             ValueError: no such request receives, or the numbers contradict its tokens.
         """
-        return self._scheduler.finish_receiving(request_id, num_tokens, first_token)
+        return self._scheduler.finish_receiving(request_id, num_tokens, first_token, fork_tokens)
 
     # --- holding
 
@@ -143,7 +156,7 @@ class Engine:
         scheduler, counters = self._scheduler, self._scheduler.counters
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.forking),
             num_receiving=len(scheduler.receiving),
             num_free_blocks=self._pool.num_free_blocks,
             num_cached_blocks=self._pool.num_cached_blocks,
@@ -174,7 +187,12 @@ class Engine:
                 f"{request} must hold blocks only while it runs"
             )
             assert is_holding or request.num_computed_tokens == 0, f"{request} has no blocks, so nothing is computed"
+            assert (request.prompt is not None) == (request.status is RequestStatus.FORKING), request
+            for fork in request.forks or ():
+                assert fork.prompt is request, f"{fork} waits for another prompt than {request}"
+                assert scheduler.forking.get(fork.request_id) is fork, f"{fork} is not among those that wait to fork"
         expected = {
+            RequestStatus.FORKING: sum(len(request.forks or ()) for request in scheduler.requests.values()),
             RequestStatus.WAITING: len(scheduler.waiting),
             RequestStatus.RECEIVING: len(scheduler.receiving),
             RequestStatus.RUNNING: len(scheduler.running),

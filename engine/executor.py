@@ -7,19 +7,20 @@ hand-off and migration cannot change a result.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol
 
 from engine.memory import KVLayout, PoolMemory
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class TokenMatcher(Protocol):
     """Holds one sequence to a structure; see `engine.structure`."""
 
-    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+    def allowed(self, output_token_ids: Sequence[int]) -> "npt.NDArray[np.uint32]":
         """Which tokens may follow these: bit `i % 32` of word `i // 32` for token i. At least one is.
 
         Args:
@@ -54,8 +55,18 @@ class ScheduledRequest:
     token_ids: Sequence[int]
     num_computed_tokens: int  # before the step: everything below is in the pool already
     block_tables: tuple[Sequence[int], ...]  # block ids, one table a KV cache group
-    sampling: SamplingInput | None  # None: a chunk that does not reach the last token, nothing is sampled
+    sampling: SamplingInput | None  # None: nothing is sampled for it: a chunk that does not reach the last token
     is_prompt: bool = False  # begins within the prompt; an executor may compute a single such token as a chunk
+    # (request id, input): continuations of this prompt, each of which samples its first token after its last one.
+    forks: Sequence[tuple[str, SamplingInput]] = ()
+    # The tokens that stand after its leading rows, if their log-probabilities are wanted, and those of how many best.
+    prompt_targets: Sequence[int] = ()
+    num_prompt_top: int = 0
+
+    @property
+    def samplings(self) -> Sequence[tuple[str, SamplingInput]]:
+        """All that is sampled from the logits of its last row, with the id that each token is answered under."""
+        return self.forks if self.sampling is None else ((self.request_id, self.sampling),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,9 @@ class SchedulerOutput:
     """A step: its requests (decodes first), to be computed in one batch."""
 
     requests: tuple[ScheduledRequest, ...]
+    # (from, to): blocks to copy, one after the other, before anything is computed. What is written into a block in this
+    # step does not reach a copy of it.
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +85,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A sampled token, and its log-probabilities if they were asked for (log_softmax of the raw logits)."""
+    """A token, sampled or of a prompt, and its log-probabilities if asked for (log_softmax of the raw logits)."""
 
     token_id: int
     logprob: float | None = None
@@ -80,10 +94,11 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """The sampled token of each request that had `sampling`, by request id."""
+    """The sampled token of each of the step's `samplings`, by request id."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     fence: int | None = None  # the step's work may still run: who reads its blocks waits for this mark of the memory
+    prompt_logprobs: dict[str, list[SampledToken]] = field(default_factory=dict)  # of each request's `prompt_targets`
 
 
 class Executor(Protocol):
@@ -102,5 +117,5 @@ class Executor(Protocol):
         ...
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Computes the step: fills the KV slots of its tokens and samples where asked."""
+        """Computes the step: copies blocks, fills the KV slots of its tokens, and samples where asked."""
         ...

@@ -20,6 +20,8 @@ class RequestOutput:
     num_cached_tokens: int  # of the prompt, found in this engine's prefix cache: 0 <= cached <= prompt
     arrival_time: float  # these two with the caller's own clock after the step: queue, prefill and decode times
     first_scheduled_time: float
+    # With the first token, if asked for: of all prompt tokens but the first. Forks of a prompt have the same tuple.
+    prompt_logprobs: tuple[SampledToken, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

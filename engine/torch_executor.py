@@ -1,17 +1,18 @@
 """The executor that runs the real model.
 
-A step of its life: the scheduler's requests become one flat batch (token ids, and the attention metadata that all
-layers share); the layers fill the pool and yield logits for the requests that sample; the sampler answers a token each.
-Nothing of a request stays behind in here: the next step may be somebody else's.
+A step of its life: blocks that are to be copied are; the scheduler's requests become one flat batch (token ids, and the
+attention metadata that all layers share); the layers fill the pool and yield logits for the requests that sample; the
+sampler answers a token each, or one for each fork of a prompt. Nothing of a request stays behind in here: the next step
+may be somebody else's.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Protocol, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.attention import default_backend, get_backend
@@ -19,7 +20,7 @@ from engine.attention.backend import AttentionMetadata, AttentionShape, build_me
 from engine.config import Dtype, KVCacheDtype, check_device, resolved_dtype
 from engine.cuda.device_copy import DeviceCopy
 from engine.cuda.graphs import DecodeGraphs
-from engine.executor import ModelOutput, SampledToken, SamplingInput, SchedulerOutput
+from engine.executor import ModelOutput, SampledToken, SamplingInput, ScheduledRequest, SchedulerOutput
 from engine.huge_pages import collapse_into_huge_pages
 from engine.memory import DeviceMemory, HostMemory, KVLayout, PoolMemory
 from engine.model.config import ModelConfig
@@ -28,6 +29,7 @@ from engine.model.linear import TiledLinear
 from engine.model.llama import Llama
 from engine.model.tensor_source import weight_files
 from engine.model.weights import load_llama
+from engine.sampling.prompt_logprobs import prompt_logprobs
 from engine.sampling.sampler import Sampler
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -122,6 +124,7 @@ class TorchExecutor:
         )
         self._max_graph_batch = max_graph_batch if on_gpu and self._attention.can_replay else 0
         self._graphs: DecodeGraphs | None = None
+        self._blocks = torch.empty(0, 0, dtype=torch.uint8)  # [num_blocks, bytes_per_block], the pool
         self._layer_kvs: list[torch.Tensor] = []
         self._memory: PoolMemory | None = None
 
@@ -155,9 +158,10 @@ class TorchExecutor:
     def bind(self, memory: PoolMemory, num_blocks: int) -> None:
         """Uses `memory` as the pool, not copied; captures graphs, if there are to be any."""
         num_bytes = num_blocks * self._layout.bytes_per_block
-        blocks = _as_bytes(memory, self._device)[:num_bytes].view(self._kv_dtype)
+        self._blocks = _as_bytes(memory, self._device)[:num_bytes].view(num_blocks, self._layout.bytes_per_block)
         shape = self._shape
-        pool = blocks.view(num_blocks, self.config.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        pool = self._blocks.view(-1).view(self._kv_dtype)
+        pool = pool.view(num_blocks, self.config.num_layers, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self._layer_kvs = list(pool.unbind(dim=1))
         self._memory = memory
         if self._max_graph_batch > 0:
@@ -172,43 +176,64 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Computes the step: fills the KV slots of its tokens and samples where asked."""
+        """Computes the step: copies blocks, fills the KV slots of its tokens and samples where asked."""
         assert self._layer_kvs, "execute before bind"
+        with _current(self._device):
+            for source, target in step.block_copies:
+                self._blocks[target].copy_(self._blocks[source])  # on the stream that computes, so before it
+            return self._compute(step) if step.requests else ModelOutput()
+
+    def _compute(self, step: SchedulerOutput) -> ModelOutput:
         requests = step.requests
-        if not requests:
-            return ModelOutput()
         token_ids = np.fromiter((t for r in requests for t in r.token_ids), np.int64, step.num_tokens)
         low, high = int(token_ids.min()), int(token_ids.max())
         assert 0 <= low <= high < self.vocab_size, f"token ids {low} … {high}, vocabulary {self.vocab_size}"
         metadata = build_metadata(requests, block_size=self._layout.block_size)
 
-        # A request's next token follows from its last row.
-        sampling = [
-            (row, r) for row, r in zip(metadata.query_start[1:] - 1, requests, strict=True) if r.sampling is not None
-        ]
-        rows = np.fromiter((row for row, _ in sampling), np.int64, len(sampling))
-        with _current(self._device):
-            logits = self._logits(token_ids, metadata, rows)
-            if not sampling:
-                return ModelOutput(fence=self._record_fence())
-            tokens = self._sampler.sample(logits, [r.sampling for _, r in sampling if r.sampling is not None])
-        # The tokens are here, so the step's work is done.
-        return ModelOutput({r.request_id: token for (_, r), token in zip(sampling, tokens, strict=True)})
-
-    def _logits(
-        self, token_ids: npt.NDArray[np.int64], metadata: AttentionMetadata, rows: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
-        """[len(rows), vocab_size] float32."""
+        # A request's next token follows from its last row, and so do those of all its forks.
+        counts = np.fromiter((len(r.samplings) for r in requests), np.int64, len(requests))
+        rows = (metadata.query_start[1:] - 1)[counts > 0].astype(np.int64)
+        row_of_sampling = np.repeat(np.arange(len(rows)), counts[counts > 0])
         # One copy up, that waits for nothing: a step that samples nothing leaves the device at work.
         copy = DeviceCopy()
-        places = [copy.add_ints(array) for array in (token_ids, metadata.positions, rows)]
+        places = [copy.add_ints(array) for array in (token_ids, metadata.positions, rows, row_of_sampling)]
         copy.send(self._device)
-        tokens, positions, logit_rows = (copy[place] for place in places)
-        if self._graphs is not None and self._graphs.takes(metadata):
-            logits = self._graphs.run(tokens, positions, metadata)
-            return logits if len(rows) == metadata.num_requests else logits[logit_rows]
+        tokens, positions, logit_rows, repeats = (copy[place] for place in places)
+
+        logits, prompt_logprobs = self._logits(tokens, positions, metadata, requests, logit_rows)
+        if len(row_of_sampling) == 0:
+            return ModelOutput(fence=self._record_fence(), prompt_logprobs=prompt_logprobs)
+        samplings = [each for r in requests for each in r.samplings]
+        sampled = self._sampler.sample(
+            logits if len(samplings) == len(rows) else logits[repeats], [sampling for _, sampling in samplings]
+        )
+        # The tokens are here, so the step's work is done.
+        return ModelOutput(
+            {request_id: token for (request_id, _), token in zip(samplings, sampled, strict=True)},
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        requests: Sequence[ScheduledRequest],
+        rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, list[SampledToken]]]:
+        """[len(rows), vocab_size] float32, and the log-probabilities of prompts that are asked for."""
+        asking = [(int(first), r) for first, r in zip(metadata.query_start, requests, strict=False) if r.prompt_targets]
+        if self._graphs is not None and not asking and self._graphs.takes(metadata):
+            logits = self._graphs.run(token_ids, positions, metadata)
+            return logits if len(rows) == metadata.num_requests else logits[rows], {}
         self._attention.plan(metadata)
-        return self._forward(tokens, positions, logit_rows)
+        residual = self._model.residual(token_ids, positions, self._attention, self._layer_kvs)
+        make_logits = partial(self._model.logits, residual)
+        prompt_logprobs_of = {
+            r.request_id: prompt_logprobs(make_logits, first, r.prompt_targets, r.num_prompt_top, self._device)
+            for first, r in asking
+        }
+        return make_logits(rows), prompt_logprobs_of
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         return self._model.forward(token_ids, positions, self._attention, self._layer_kvs, logit_rows)

@@ -9,7 +9,7 @@ _Key = tuple[int, bool, float, int]
 
 
 class WaitingQueue:
-    """By priority; within one, preempted requests first; then by arrival.
+    """By priority; within one, those first that had begun (preempted, or forks without a seat); then by arrival.
 
     A sorted list: to push, and to remove from its middle, moves pointers only, and there are at most some thousands.
     """
@@ -53,7 +53,7 @@ class WaitingQueue:
 def _key(request: Request) -> _Key:
     """Descending, since the best is last. Orders are unique, so requests themselves are never compared."""
     priority, arrival_time, sequence = request.order
-    return (-priority, request.num_preemptions > 0, -arrival_time, -sequence)
+    return (-priority, request.first_scheduled_time is not None, -arrival_time, -sequence)
 
 
 def _entry_key(entry: tuple[_Key, Request]) -> _Key:

@@ -3,7 +3,7 @@
 Commands run in the order they were given, so an engine never hears of a request after its abort.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.engine import Engine
 from engine.errors import QueueFull
@@ -18,12 +18,16 @@ class EngineCommands:
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
 
-    def add_request(self, request: Request, refused: Callable[[Code, str], None]) -> None:
-        """Queues the request; `refused` is called on the loop, with the reason, if the engine does not take it."""
+    def add_request(
+        self, request: Request, refused: Callable[[Code, str], None], forks: Sequence[Request] = ()
+    ) -> None:
+        """Queues the request, or the prompt of these forks; `refused` is called on the loop, with the reason, if the
+        engine does not take it.
+        """
 
         def add(engine: Engine) -> None:
             try:
-                engine.add_request(request)
+                engine.add_request(request, forks)
             except QueueFull as exc:
                 self._thread.report(refused, Code.RESOURCE_EXHAUSTED, str(exc))
             except ValueError as exc:
@@ -43,11 +47,17 @@ class EngineCommands:
         """The leading blocks of a receiving request are real."""
         self._thread.post(lambda engine: engine.commit_blocks(request_id, num_blocks))
 
-    def finish_receiving(self, request_id: str, num_tokens: int, first_token: int | None) -> None:
-        """A receiving request runs from now on."""
+    def finish_receiving(
+        self,
+        request_id: str,
+        num_tokens: int,
+        first_token: int | None,
+        fork_tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        """A receiving request runs from now on, or its forks do."""
 
         def finish(engine: Engine) -> None:
-            engine.finish_receiving(request_id, num_tokens, first_token)
+            engine.finish_receiving(request_id, num_tokens, first_token, fork_tokens)
 
         self._thread.post(finish)
 

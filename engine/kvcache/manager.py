@@ -3,12 +3,18 @@
 A request's blocks: `get_computed_blocks` finds the longest cached prefix, `allocate_slots` takes it and the blocks for
 the rest (all or nothing), and grows the tables later; `cache_blocks` registers full blocks when their slots are filled;
 `free` gives all back. A hand-off's blocks are pinned, whoever else holds them, and unpinned one by one or all together.
-A block table only ever grows at its end, so the executor may be shown the very lists kept here.
+
+Continuations of one prompt `fork` its tables: all hold the same blocks. A registered block is never written again; a
+prompt's last block, full only in part, is copied on write: `allocate_slots` gives who is to write into it, while others
+hold it too, a block of its own, and `take_copies` says what must be copied before. The last holder writes in place.
+
+A block table changes only in `allocate_slots`: it grows at its end, and a block that is copied is replaced. So the
+executor may be shown the very lists kept here.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kvcache.block_hash import BlockHash
 from engine.kvcache.block_pool import BlockPool
@@ -32,6 +38,8 @@ class _Holding:
     block_tables: tuple[list[int], ...]
     num_registered: int  # leading blocks whose hashes are in the cache
     num_tokens: int = 0  # that the tables are known to be long enough for
+    # Whether blocks that are not registered may have other holders, so that who writes must look.
+    is_forked: bool = False
 
 
 class KVCacheManager:
@@ -49,6 +57,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, len(specs))
         self._holdings: dict[str, _Holding] = {}
         self._pins: Counter[int] = Counter()
+        self._copies: list[tuple[int, int]] = []
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks, over all groups, that hold a sequence of `num_tokens` tokens."""
@@ -83,7 +92,7 @@ class KVCacheManager:
     def allocate_slots(
         self, request_id: str, num_tokens: int, *, computed: ComputedBlocks | None = None, keep_available: int = 0
     ) -> bool:
-        """Makes the request's tables long enough for `num_tokens` tokens.
+        """Makes the request's tables long enough for `num_tokens` tokens, and writable behind those registered.
 
         Args:
             computed: for a request that holds nothing yet: the cached prefix to begin with.
@@ -93,18 +102,21 @@ class KVCacheManager:
         """
         holding = self._holdings.get(request_id)
         assert holding is None or computed is None, f"{request_id} holds blocks already"
+        shared: list[tuple[list[int], int]] = []
         if holding is not None:
-            if num_tokens <= holding.num_tokens:
+            if num_tokens <= holding.num_tokens and not holding.is_forked:
                 return True  # as in most decode steps
             tables = holding.block_tables
             num_revived = 0
+            if holding.is_forked:
+                shared = self._shared(holding)
         else:
             tables = tuple(map(list, computed.block_tables)) if computed else tuple([] for _ in self.specs)
             num_revived = sum(self.pool.num_inactive(table) for table in tables)
         missing = [
             max(0, spec.num_blocks_for(num_tokens) - len(table)) for spec, table in zip(self.specs, tables, strict=True)
         ]
-        num_missing = sum(missing)
+        num_missing = sum(missing) + len(shared)
         if num_missing + num_revived + keep_available > self.pool.num_available_blocks:
             return False
         if holding is None:
@@ -116,8 +128,34 @@ class KVCacheManager:
                 block_ids = self.pool.allocate(count)
                 assert block_ids is not None, f"{count} of {num_missing} blocks counted as available are not"
                 table.extend(block_ids)
-        holding.num_tokens = num_blocks_for(num_tokens, self.block_size) * self.block_size
+        for table, index in shared:
+            self._copy(table, index)
+        holding.is_forked = False
+        holding.num_tokens = max(holding.num_tokens, num_blocks_for(num_tokens, self.block_size) * self.block_size)
         return True
+
+    def fork(self, parent_id: str, child_id: str) -> None:
+        """Gives the child, which holds nothing yet, all that the parent holds: one more reference a block."""
+        parent = self._holdings[parent_id]
+        assert child_id not in self._holdings, f"{child_id} holds blocks already"
+        for table in parent.block_tables:
+            self.pool.take(table)
+        parent.is_forked = True
+        self._holdings[child_id] = replace(parent, block_tables=tuple(map(list, parent.block_tables)))
+
+    def num_blocks_to_copy(self, request_id: str) -> int:
+        """Blocks, over all groups, that the request would need now to write behind those registered."""
+        holding = self._holdings[request_id]
+        return len(self._shared(holding)) if holding.is_forked else 0
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) of all blocks replaced since the last call, to be copied in this order before anything is written.
+
+        A block may have lost its last holder since, and be somebody else's: it still is to be copied as it was.
+        """
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     def cache_blocks(self, request_id: str, block_hashes: Sequence[BlockHash], num_blocks: int) -> None:
         """Registers the request's leading `num_blocks` blocks, which are filled; those done before are skipped."""
@@ -186,10 +224,28 @@ class KVCacheManager:
     def num_pins(self) -> int:
         return self._pins.total()
 
+    def _shared(self, holding: _Holding) -> list[tuple[list[int], int]]:
+        """(table, index) of the blocks that are not registered and have other holders: they must not be written."""
+        return [
+            (table, index)
+            for table in holding.block_tables
+            for index in range(holding.num_registered, len(table))
+            if self.pool.blocks[table[index]].ref_cnt > 1
+        ]
+
+    def _copy(self, table: list[int], index: int) -> None:
+        block_ids = self.pool.allocate(1)
+        assert block_ids is not None, "a block counted as available is not"
+        (copy,) = block_ids
+        self._copies.append((table[index], copy))
+        self.pool.free([table[index]])
+        table[index] = copy
+
     # --- proof
 
     def check_integrity(self) -> None:
-        """Proves the pool whole, and that every reference belongs to a block table or a pin.
+        """Proves the pool whole, that every reference belongs to a block table or a pin, and that nobody would write
+        into a block which others hold.
 
         Raises:
             AssertionError: it does not; the message has the numbers.
@@ -204,6 +260,9 @@ class KVCacheManager:
                 assert registered == expected, (
                     f"{request_id} has {holding.num_registered} blocks registered, but in group {group_id} {registered}"
                 )
+            assert holding.is_forked or not self._shared(holding), (
+                f"{request_id} would write into blocks that others hold: {self._shared(holding)}"
+            )
         for block in self.pool.blocks:
             assert block.ref_cnt == held[block.block_id], (
                 f"{held[block.block_id]} tables and pins hold block {block.block_id}, its ref_cnt is {block.ref_cnt}"

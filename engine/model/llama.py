@@ -6,6 +6,7 @@ residual stream twice; at the end, only the rows that sample are multiplied with
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,13 @@ from engine.model.decoder_layer import DecoderLayer
 from engine.model.linear import Linear, TiledLinear
 from engine.model.norm import RMSNorm
 from engine.model.rope import RotaryEmbedding
+
+
+class Residual(NamedTuple):
+    """The residual stream behind the last layer, whose own share is not added yet; both [num_tokens, hidden_size]."""
+
+    hidden: torch.Tensor
+    delta: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,24 +63,46 @@ class Llama:
         """Computes a step: fills the KV slots of its tokens, returns the logits of some.
 
         Args:
-            token_ids, positions: [num_tokens] int64.
-            attention: planned for this step.
-            layer_kvs: a layer: its view of the pool, [num_blocks, 2, num_kv_heads, block_size, head_dim].
             logit_rows: [num_rows] int64, rows of the batch whose logits are wanted.
 
         Returns:
             [num_rows, vocab_size] float32.
         """
+        return self.logits(self.residual(token_ids, positions, attention, layer_kvs), logit_rows)
+
+    def residual(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        layer_kvs: list[torch.Tensor],
+    ) -> Residual:
+        """Computes a step up to what its logits are made of: fills the KV slots of its tokens.
+
+        Args:
+            token_ids, positions: [num_tokens] int64.
+            attention: planned for this step.
+            layer_kvs: a layer: its view of the pool, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+        """
         hidden = F.embedding(token_ids, self.embedding)
-        delta = torch.zeros_like(hidden)  # of the layer before: not added to the residual stream yet
+        delta = torch.zeros_like(hidden)
         cos, sin = self.rope.cos_sin(positions)
         for layer, layer_kv in zip(self.layers, layer_kvs, strict=True):
             q, k, v = layer.before_attention(hidden, delta, cos, sin)
             attention.write_kv(layer_kv, k, v, scales=layer.kv_scales)
             attended = attention.attend(q, layer_kv, window=layer.window, scales=layer.kv_scales)
             delta = layer.after_attention(hidden, attended)
-        if len(logit_rows) == 0:
-            return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        # Only of these rows: for a chunk in the middle of a prompt it is none.
-        last = self.norm.after_adding(hidden[logit_rows], delta[logit_rows])
-        return self.lm_head(last)
+        return Residual(hidden, delta)
+
+    def logits(self, residual: Residual, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some rows of a step: for a chunk in the middle of a prompt it is none.
+
+        Args:
+            rows: [num_rows] int64.
+
+        Returns:
+            [num_rows, vocab_size] float32.
+        """
+        if len(rows) == 0:
+            return residual.hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        return self.lm_head(self.norm.after_adding(residual.hidden[rows], residual.delta[rows]))

@@ -39,12 +39,24 @@ class DeviceLogprobs:
         assert self._rows is not None
         for at in slabs(self._rows.length, logits.shape[1]):
             numbers = self._copy[self._rows][at]
-            columns.index_copy_(0, numbers, self._answers(logits.index_select(0, numbers), tokens[numbers]))
+            found = log_probabilities(logits.index_select(0, numbers), tokens[numbers], self.num_top)
+            columns.index_copy_(0, numbers, found)
 
-    def _answers(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        peaks = rows.amax(dim=1, keepdim=True).to(torch.float64)
-        normalizers = peaks + row_sums(rows.to(torch.float64).sub_(peaks).exp_()).log()
-        best = line(rows, self.num_top) if self.num_top > 0 else tokens[:, :0]
-        logits = rows.gather(1, torch.cat([tokens, best], dim=1))
-        logprobs = (logits.to(torch.float64) - normalizers).clamp(min=IMPOSSIBLE)
-        return torch.cat([logprobs[:, :1], best.to(torch.float64), logprobs[:, 1:]], dim=1)
+
+def log_probabilities(rows: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
+    """A token's log-probability in each row, then the best ones' ids, then their own.
+
+    Args:
+        rows: [num_rows, vocab_size] float32, raw logits.
+        tokens: [num_rows, 1] int64.
+        num_top: at most vocab_size.
+
+    Returns:
+        [num_rows, 1 + 2 · num_top] float64.
+    """
+    peaks = rows.amax(dim=1, keepdim=True).to(torch.float64)
+    normalizers = peaks + row_sums(rows.to(torch.float64).sub_(peaks).exp_()).log()
+    best = line(rows, num_top) if num_top > 0 else tokens[:, :0]
+    logits = rows.gather(1, torch.cat([tokens, best], dim=1))
+    logprobs = (logits.to(torch.float64) - normalizers).clamp(min=IMPOSSIBLE)
+    return torch.cat([logprobs[:, :1], best.to(torch.float64), logprobs[:, 1:]], dim=1)

@@ -6,19 +6,19 @@ from hypothesis import strategies as st
 from engine.waiting_queue import WaitingQueue
 from tests.engine.harness import make_request
 
-# (priority, was preempted, arrival time)
+# (priority, had begun, arrival time)
 waiting = st.tuples(st.integers(-1, 1), st.booleans(), st.integers(0, 3))
 
 
-def queued(index, priority, is_preempted, arrival_time):
+def queued(index, priority, had_begun, arrival_time):
     request = make_request(f"r{index}", [1] * (index + 1), priority=priority, arrival_time=float(arrival_time))
     request.order = (priority, float(arrival_time), index)
-    request.num_preemptions = int(is_preempted)
+    request.first_scheduled_time = 9.0 if had_begun else None
     return request
 
 
 def rank(request):
-    return (request.priority, request.num_preemptions == 0, request.arrival_time, request.order[2])
+    return (request.priority, request.first_scheduled_time is None, request.arrival_time, request.order[2])
 
 
 @given(st.lists(waiting, max_size=12), st.data())
@@ -42,15 +42,15 @@ def test_queue_equals_a_sorted_list_when_requests_come_and_go(entries, data):
     assert queue.peek() is None
 
 
-def test_preempted_request_is_first_though_another_arrived_earlier():
+def test_request_that_had_begun_is_first_though_another_arrived_earlier():
     queue = WaitingQueue()
     queue.push(queued(0, 0, False, 0))
-    preempted = queued(1, 0, True, 5)
-    queue.push(preempted)
-    assert queue.peek() is preempted
+    begun = queued(1, 0, True, 5)
+    queue.push(begun)
+    assert queue.peek() is begun
 
 
-def test_urgent_request_is_first_though_another_was_preempted():
+def test_urgent_request_is_first_though_another_had_begun():
     queue = WaitingQueue()
     queue.push(queued(0, 0, True, 0))
     urgent = queued(1, -1, False, 5)
