@@ -6,6 +6,7 @@ the first conversion rounds them and the next ones change nothing, so that all w
 
 from engine.executor import SampledToken
 from engine.sampling_params import SamplingParams
+from engine.structure.spec import Structure, StructureKind
 from tandem.v1 import sampling_pb2
 
 
@@ -24,6 +25,7 @@ def sampling_params_to_wire(params: SamplingParams) -> sampling_pb2.SamplingPara
         logprobs=params.logprobs,
         seed=params.seed,
         logit_bias=params.logit_bias,
+        structure=structure_to_wire(params.structure),
         n=1,
     )
 
@@ -52,7 +54,40 @@ def sampling_params_from_wire(wire: sampling_pb2.SamplingParams) -> SamplingPara
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
         min_tokens=wire.min_tokens,
         stop_token_ids=tuple(wire.stop_token_ids),
+        structure=structure_from_wire(wire.structure) if wire.HasField("structure") else None,
     )
+
+
+def structure_to_wire(structure: Structure | None) -> sampling_pb2.StructuredOutput | None:
+    """None: free text.
+
+    Raises:
+        ValueError: a choice that is no JSON array of strings, or text that UTF-8 cannot express.
+    """
+    match structure:
+        case None:
+            return None
+        case Structure(StructureKind.JSON_OBJECT):
+            return sampling_pb2.StructuredOutput(json_object=True)
+        case Structure(StructureKind.CHOICE):
+            return sampling_pb2.StructuredOutput(choice=sampling_pb2.StringChoice(strings=structure.choices()))
+        case Structure(kind, text):
+            wire = sampling_pb2.StructuredOutput()
+            setattr(wire, kind.value, text)
+            return wire
+
+
+def structure_from_wire(wire: sampling_pb2.StructuredOutput) -> Structure | None:
+    """None: free text. Whether the structure is a good one is not looked at."""
+    match wire.WhichOneof("structure"):
+        case None:
+            return None
+        case "json_object":
+            return Structure(StructureKind.JSON_OBJECT) if wire.json_object else None
+        case "choice":
+            return Structure.of_choices(wire.choice.strings)
+        case kind:
+            return Structure(StructureKind(kind), getattr(wire, kind))
 
 
 def logprobs_to_wire(token: SampledToken) -> sampling_pb2.TokenLogprobs | None:

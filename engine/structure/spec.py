@@ -1,5 +1,7 @@
 """What a request's text is held to."""
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,3 +22,23 @@ class Structure:
 
     kind: StructureKind
     text: str = ""
+
+    @staticmethod
+    def of_choices(choices: Iterable[str]) -> "Structure":
+        """A text that is one of `choices`."""
+        return Structure(StructureKind.CHOICE, json.dumps(list(choices)))
+
+    def choices(self) -> list[str]:
+        """The strings of a choice, as they were given.
+
+        Raises:
+            ValueError: the text is no JSON array of strings.
+        """
+        assert self.kind is StructureKind.CHOICE, self.kind
+        try:
+            choices = json.loads(self.text)
+        except (ValueError, RecursionError) as exc:
+            raise ValueError(f"choice is not JSON: {exc}") from exc
+        if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
+            raise ValueError("choice must be an array of strings")
+        return choices
