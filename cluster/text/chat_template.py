@@ -38,9 +38,12 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            names = environment.parse(source).find_all(nodes.Name)
         except jinja2.TemplateError as exc:
             raise ValueError(f"the model's chat template is no valid template: {exc}") from exc
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.uses_tools = any(name.name == "tools" for name in names)  # whether it tells the model of tools
 
     def render(
         self,
@@ -59,10 +62,10 @@ class ChatTemplate:
             return self._template.render(
                 **{
                     **self._special_tokens,
+                    "documents": None,
                     **(variables or {}),
                     "messages": list(messages),
                     "tools": list(tools) if tools else None,
-                    "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
