@@ -43,7 +43,9 @@ class OutputText:
     """The text of one sequence, as it grows: plain state, fed with chunks."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=options.skip_special_tokens, shown=options.shown_special_tokens
+        )
         self._matcher = StopMatcher(options.stop, include_stop=options.include_stop_str_in_output)
         self._min_tokens = options.min_tokens
         self._shows_stop_token = options.include_stop_str_in_output

@@ -52,6 +52,7 @@ class TextOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[int, ...] = ()  # but for these, which the text cannot be read without
     include_stop_str_in_output: bool = False
     cache_salt: str = ""
     priority: int = 0

@@ -11,11 +11,15 @@ from engine.tokenizer.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Of one sequence, from its first generated token on. It continues the prompt's text; it does not begin a text."""
+    """Of one sequence, from its first generated token on. It continues the prompt's text; it does not begin a text.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    Args:
+        shown: special tokens that are not skipped.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skip = tokenizer.special_token_ids.difference(shown) if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
