@@ -29,9 +29,14 @@ class Outbox:
         *,
         usage: pb.Usage | None = None,
         stages: pb.StageTimes | None = None,
+        prompt_logprobs: sampling_pb2.PromptLogprobs | None = None,
         matched_token_id: int | None = None,
     ) -> None:
-        """One request's new token; `usage` with its first, `stages` with its last."""
+        """One choice's new token; `usage` with its first, `stages` with its last.
+
+        Args:
+            prompt_logprobs: with the first of a prompt's first tokens, if asked for.
+        """
         step = self._steps.get(session)
         if step is None:
             step = self._steps[session] = pb.StepOutput()
@@ -46,6 +51,7 @@ class Outbox:
             matched_token_id=matched_token_id,
             usage=usage,
             stages=stages,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def flush(self) -> None:

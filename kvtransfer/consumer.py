@@ -28,7 +28,7 @@ from kvtransfer.events import (
     ConsumerEvent,
     Copy,
     CopyEnded,
-    DeliverFirstToken,
+    DeliverFirstTokens,
     End,
     HandoffResult,
     HolderLost,
@@ -84,7 +84,7 @@ class Consumer:
         layout: KVLayout,
         *,
         times: HandoffTimes | None = None,
-        first_token_delivered: bool = False,
+        first_tokens_delivered: bool = False,
         max_bytes_per_copy: int = MAX_BYTES_PER_COPY,
     ) -> None:
         """`block_tables`: the request's own blocks, one table a KV cache group, not shorter than the hand-off.
@@ -102,7 +102,7 @@ class Consumer:
             raise ValueError(f"skip_blocks is {open.source.skip_blocks}, of {num_wanted} blocks")
         self.open = open
         self.state = ConsumerState.RESERVED
-        self.first_token_delivered = first_token_delivered
+        self.first_tokens_delivered = first_tokens_delivered
         self.stats = TransferStats()
         self._tables = [tuple(table) for table in block_tables]
         self._layout = layout
@@ -242,16 +242,21 @@ class Consumer:
         if min(self._num_announced) < self._num_blocks:
             raise ProtocolViolation(f"complete with {min(self._num_announced)} of {self._num_blocks} blocks announced")
         if isinstance(source, PrefillSource):
-            num_tokens, has_token = len(source.token_ids), True
+            num_tokens, num_first = len(source.token_ids), source.num_choices
         else:
-            num_tokens, has_token = self._num_blocks * self._layout.block_size, False
-        if message.num_tokens != num_tokens or (message.first_token is not None) != has_token:
-            raise ProtocolViolation(f"the holder completed {message.num_tokens} tokens of {num_tokens}")
+            num_tokens, num_first = self._num_blocks * self._layout.block_size, 0
+        if message.num_tokens != num_tokens or len(message.first_tokens) != num_first:
+            raise ProtocolViolation(
+                f"the holder completed {message.num_tokens} tokens of {num_tokens}, "
+                f"with {len(message.first_tokens)} first tokens of {num_first}"
+            )
+        if isinstance(source, PrefillSource):
+            _check_prompt_logprobs(source, message)
         self._complete = message
         actions: list[ConsumerAction] = []
-        if message.first_token is not None and not self.first_token_delivered:
-            self.first_token_delivered = True
-            actions.append(DeliverFirstToken(message.first_token, message))
+        if message.first_tokens and not self.first_tokens_delivered:
+            self.first_tokens_delivered = True
+            actions.append(DeliverFirstTokens(message))
         return actions + self._commit_if_all_is_real()
 
     def _confirmed(self, message: Confirmed, now: float) -> list[ConsumerAction]:
@@ -344,7 +349,7 @@ class Consumer:
         if self._lost is None:
             return [End()]
         code, message = self._lost
-        return [LoseHolder(HolderLost(code, message, self._num_confirmed, self.first_token_delivered, self.stats))]
+        return [LoseHolder(HolderLost(code, message, self._num_confirmed, self.first_tokens_delivered, self.stats))]
 
 
 def _num_blocks_wanted(open: Open, block_size: int) -> int:
@@ -353,3 +358,10 @@ def _num_blocks_wanted(open: Open, block_size: int) -> int:
             return -(-len(token_ids) // block_size)
         case CachedSource(block_hashes=block_hashes):
             return len(block_hashes)
+
+
+def _check_prompt_logprobs(source: PrefillSource, message: Complete) -> None:
+    num_asked = 0 if source.params.prompt_logprobs is None else source.num_prompt_tokens - 1
+    num_sent = 0 if message.prompt_logprobs is None else len(message.prompt_logprobs.logprobs)
+    if num_sent != num_asked:
+        raise ProtocolViolation(f"the holder sent {num_sent} log-probabilities of the prompt, not {num_asked}")

@@ -10,6 +10,7 @@ from engine.executor import SampledToken
 from kvtransfer.errors import Code, TransferError
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import Accepted, Complete, Confirmed, ConsumerMessage, HolderMessage, Pulled, Ready
+from tandem.v1.sampling_pb2 import PromptLogprobs
 
 # --- events of both
 
@@ -58,11 +59,12 @@ class CachedPinned:
 class Computed:
     """The prefill is over; every block has been reported."""
 
-    first_token: SampledToken
+    first_tokens: tuple[SampledToken, ...]  # one a choice, in the order of the seeds
     num_tokens: int
     num_cached_tokens: int = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0
+    prompt_logprobs: PromptLogprobs | None = None  # if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class HolderLost:
     code: Code
     message: str
     num_confirmed_blocks: int
-    first_token_delivered: bool
+    first_tokens_delivered: bool
     stats: TransferStats
     is_unmappable: bool = False  # nothing else is wrong with the holder, and the next hand-off from it is staged
 
@@ -191,10 +193,9 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class DeliverFirstToken:
-    """`ConsumerPort.first_token`."""
+class DeliverFirstTokens:
+    """`ConsumerPort.first_tokens`."""
 
-    token: SampledToken
     complete: Complete
 
 
@@ -224,4 +225,4 @@ class End:
     """Last action: `ConsumerPort.ended`."""
 
 
-ConsumerAction = Send | CloseStream | Copy | DeliverFirstToken | CommitBlocks | Commit | LoseHolder | End
+ConsumerAction = Send | CloseStream | Copy | DeliverFirstTokens | CommitBlocks | Commit | LoseHolder | End

@@ -216,7 +216,7 @@ class Holder:
             if self._tables[group]:
                 ready = Ready(self._skip, tuple(self._tables[group]), num_tokens, group, event.fence)
                 actions.append(Send(ready))
-        actions.append(Send(Complete(None, num_tokens, num_tokens)))
+        actions.append(Send(Complete((), num_tokens, num_tokens)))
         self._renew_lease(now, restart=True)
         return actions + self._confirm_if_nothing_to_pull()
 
@@ -230,7 +230,12 @@ class Holder:
             return self._end(HolderEnd.FAILED, Code.INTERNAL, message)
         self.state = HolderState.HOLDING
         complete = Complete(
-            event.first_token, event.num_tokens, event.num_cached_tokens, event.queued_s, event.prefill_s
+            event.first_tokens,
+            event.num_tokens,
+            event.num_cached_tokens,
+            event.queued_s,
+            event.prefill_s,
+            event.prompt_logprobs,
         )
         actions: list[HolderAction] = [Send(complete)]
         if self._num_confirmed == self._num_blocks and self._skip < self._num_blocks:

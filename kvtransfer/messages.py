@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from engine.executor import SampledToken
 from engine.sampling_params import SamplingParams
 from kvtransfer.handle import PoolHandle
+from tandem.v1.sampling_pb2 import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSource:
-    """Compute the KV of these tokens, and sample the next one."""
+    """Compute the KV of these tokens, and sample the next one: for each choice, if there are several."""
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int  # the tokens after them were generated before: penalties tell them apart
@@ -26,6 +27,13 @@ class PrefillSource:
     priority: int = 0
     cached_on_address: str | None = None  # a third worker that holds a longer prefix
     num_cached_blocks: int = 0  # leading full blocks that it is believed to hold
+    # Of the choices of one prompt, which differ in nothing else: a next token is sampled for each. Empty: one choice,
+    # its seed is in `params`.
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.seeds) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +95,13 @@ class Ready:
 class Complete:
     """All blocks are announced."""
 
-    first_token: SampledToken | None  # None: cached source
+    first_tokens: tuple[SampledToken, ...]  # one a choice, in the order of the seeds; none: cached source
     num_tokens: int
     num_cached_tokens: int = 0  # of these, not computed by the holder for this hand-off
     queued_s: float = 0.0
     prefill_s: float = 0.0
+    # If asked for. As it is on the wire: it can be large, and workers only hand it on.
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.executor import SampledToken
 from engine.memory import KVLayout
 from kvtransfer.events import HandoffResult, HolderLost, WorkerEvent
 from kvtransfer.handle import PoolHandle
@@ -30,7 +29,7 @@ class HolderPort(Protocol):
     """A worker's engine, as holder."""
 
     def start_prefill(self, open: Open, listener: HolderListener) -> None:
-        """Queues the prefill of `open.source` (a `PrefillSource`).
+        """Queues the prefill of `open.source` (a `PrefillSource`), with a next token for each of its choices.
 
         Reports, in this order: at most one `Started` when it is first scheduled; `Filled` after each chunk, whose
         blocks have been pinned once each on behalf of the hand-off, in order and without holes within a group, starting
@@ -72,8 +71,9 @@ class ConsumerPort(Protocol):
     the worker aborted it. From then on no copy is in flight into the request's blocks, and none will be.
     """
 
-    def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
-        """The prompt's first token: for the client at once; it is right even if the hand-off fails later."""
+    def first_tokens(self, request_id: str, complete: Complete) -> None:
+        """The first token of each choice of the prompt, and its log-probabilities if they were asked for: for the
+        client at once; they are right even if the hand-off fails later."""
         ...
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:

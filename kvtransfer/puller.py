@@ -28,7 +28,7 @@ from kvtransfer.events import (
     ConsumerEvent,
     Copy,
     CopyEnded,
-    DeliverFirstToken,
+    DeliverFirstTokens,
     End,
     LoseHolder,
     Send,
@@ -112,8 +112,8 @@ class Pulling:
                 self._stream.close()
             case Copy():
                 self._copy(action)
-            case DeliverFirstToken():
-                port.first_token(request_id, action.token, action.complete)
+            case DeliverFirstTokens():
+                port.first_tokens(request_id, action.complete)
             case CommitBlocks():
                 port.commit_blocks(request_id, action.num_blocks)
             case Commit() | LoseHolder() | End():
@@ -189,11 +189,11 @@ class Puller:
         open: Open,
         block_tables: Sequence[Sequence[int]],
         *,
-        first_token_delivered: bool = False,
+        first_tokens_delivered: bool = False,
     ) -> None:
         """Begins a hand-off from the holder at `address` into the request's own blocks (one table a KV cache group).
 
-        The port hears what comes of it. `first_token_delivered`: by an earlier hand-off of the same request. It is
+        The port hears what comes of it. `first_tokens_delivered`: by an earlier hand-off of the same request. It is
         staged if that holder's pool is known to be unmappable.
 
         Raises:
@@ -208,7 +208,7 @@ class Puller:
             block_tables,
             self._layout,
             times=self._times,
-            first_token_delivered=first_token_delivered,
+            first_tokens_delivered=first_tokens_delivered,
             max_bytes_per_copy=self._max_bytes_per_copy,
         )
         pulling = Pulling(consumer, address, self)

@@ -4,6 +4,8 @@ Towards a worker every field is set: what a client left out was resolved by the 
 the first conversion rounds them and the next ones change nothing, so that all workers sample with the same numbers.
 """
 
+from collections.abc import Sequence
+
 from engine.executor import SampledToken
 from engine.sampling_params import SamplingParams
 from engine.structure.spec import Structure, StructureKind
@@ -23,6 +25,7 @@ def sampling_params_to_wire(params: SamplingParams) -> sampling_pb2.SamplingPara
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         seed=params.seed,
         logit_bias=params.logit_bias,
         structure=structure_to_wire(params.structure),
@@ -52,6 +55,7 @@ def sampling_params_from_wire(wire: sampling_pb2.SamplingParams) -> SamplingPara
         logit_bias=dict(wire.logit_bias),
         seed=wire.seed,
         logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+        prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
         min_tokens=wire.min_tokens,
         stop_token_ids=tuple(wire.stop_token_ids),
         structure=structure_from_wire(wire.structure) if wire.HasField("structure") else None,
@@ -109,3 +113,42 @@ def sampled_token_from_wire(token_id: int, wire: sampling_pb2.TokenLogprobs | No
     if wire is None:
         return SampledToken(token_id)
     return SampledToken(token_id, wire.logprob, tuple(zip(wire.top_token_ids, wire.top_logprobs, strict=True)))
+
+
+def prompt_logprobs_to_wire(tokens: Sequence[SampledToken], num_top: int) -> sampling_pb2.PromptLogprobs:
+    """Log-probabilities of a prompt's tokens, from the second on.
+
+    Args:
+        num_top: best ones to list for each token; fewer are where the vocabulary has fewer.
+    """
+    num_top = min([num_top, *(len(token.top) for token in tokens)])
+    logprobs = [token.logprob for token in tokens if token.logprob is not None]
+    assert len(logprobs) == len(tokens), f"{len(tokens) - len(logprobs)} of {len(tokens)} tokens have no logprob"
+    wire = sampling_pb2.PromptLogprobs(logprobs=logprobs, num_top=num_top)
+    # Columns: a long prompt has some hundred thousand numbers.
+    wire.top_token_ids.extend(token_id for token in tokens for token_id, _ in token.top[:num_top])
+    wire.top_logprobs.extend(logprob for token in tokens for _, logprob in token.top[:num_top])
+    return wire
+
+
+def prompt_logprobs_from_wire(
+    wire: sampling_pb2.PromptLogprobs, prompt_token_ids: Sequence[int]
+) -> tuple[SampledToken, ...]:
+    """Of each token of the prompt but the first.
+
+    Raises:
+        ValueError: they are of another number of tokens, or token ids and their logprobs do not pair up.
+    """
+    num_tokens, num_top = len(wire.logprobs), wire.num_top
+    if num_tokens != len(prompt_token_ids) - 1:
+        raise ValueError(f"log-probabilities of {num_tokens} tokens for a prompt of {len(prompt_token_ids)}")
+    if not len(wire.top_token_ids) == len(wire.top_logprobs) == num_tokens * num_top:
+        raise ValueError(
+            f"{len(wire.top_token_ids)} best tokens and {len(wire.top_logprobs)} log-probabilities of them, "
+            f"not {num_top} for each of {num_tokens} tokens"
+        )
+    best = list(zip(wire.top_token_ids, wire.top_logprobs, strict=True))
+    return tuple(
+        SampledToken(token_id, logprob, tuple(best[i * num_top : (i + 1) * num_top]))
+        for i, (token_id, logprob) in enumerate(zip(prompt_token_ids[1:], wire.logprobs, strict=True))
+    )

@@ -4,6 +4,7 @@ Everything from the wire is checked here: what makes no sense is a ValueError, w
 INVALID_ARGUMENT (from a consumer) or as a lost holder.
 """
 
+from engine.executor import SampledToken
 from engine.kvcache.block_hash import split_hashes
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import (
@@ -72,6 +73,7 @@ def _open_to_wire(message: Open) -> exchange_pb2.Open:
                     priority=source.priority,
                     cached_on_address=source.cached_on_address or "",
                     num_cached_blocks=source.num_cached_blocks,
+                    seeds=source.seeds,
                 )
             )
         case CachedSource() as source:
@@ -96,6 +98,7 @@ def _open_from_wire(wire: exchange_pb2.Open) -> Open:
                 prefill.priority,
                 prefill.cached_on_address or None,
                 prefill.num_cached_blocks,
+                tuple(prefill.seeds),
             )
         case "cached":
             source = CachedSource(split_hashes(wire.cached.block_hashes), wire.cached.skip_blocks)
@@ -140,12 +143,10 @@ def response_to_wire(message: HolderMessage) -> exchange_pb2.HandoffResponse:
                 num_cached_tokens=message.num_cached_tokens,
                 queued_s=message.queued_s,
                 prefill_s=message.prefill_s,
+                prompt_logprobs=message.prompt_logprobs,
             )
-            if message.first_token is not None:
-                complete.first_token_id = message.first_token.token_id
-                logprobs = logprobs_to_wire(message.first_token)
-                if logprobs is not None:
-                    complete.logprobs.CopyFrom(logprobs)
+            for token in message.first_tokens:
+                complete.first_tokens.add(token_id=token.token_id, logprobs=logprobs_to_wire(token))
             return exchange_pb2.HandoffResponse(complete=complete)
         case Confirmed():
             return exchange_pb2.HandoffResponse(confirmed=exchange_pb2.Confirmed(num_blocks=message.num_blocks))
@@ -167,17 +168,22 @@ def response_from_wire(wire: exchange_pb2.HandoffResponse) -> HolderMessage:
             return Ready(ready.first, tuple(ready.block_ids), ready.num_tokens, ready.group, fence)
         case "complete":
             complete = wire.complete
-            token = None
-            if complete.HasField("first_token_id"):
-                logprobs = complete.logprobs if complete.HasField("logprobs") else None
-                token = sampled_token_from_wire(complete.first_token_id, logprobs)
             return Complete(
-                token, complete.num_tokens, complete.num_cached_tokens, complete.queued_s, complete.prefill_s
+                tuple(_sampled_token(token) for token in complete.first_tokens),
+                complete.num_tokens,
+                complete.num_cached_tokens,
+                complete.queued_s,
+                complete.prefill_s,
+                complete.prompt_logprobs if complete.HasField("prompt_logprobs") else None,
             )
         case "confirmed":
             return Confirmed(wire.confirmed.num_blocks)
         case _:
             raise ValueError("an empty hand-off response")
+
+
+def _sampled_token(wire: exchange_pb2.SampledToken) -> SampledToken:
+    return sampled_token_from_wire(wire.token_id, wire.logprobs if wire.HasField("logprobs") else None)
 
 
 def _handle_to_wire(handle: PoolHandle) -> exchange_pb2.PoolHandle:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from handoffs import BLOCK_SIZE, FINGERPRINT, LAYOUT, PARAMS, TOKEN
+from engine.executor import SampledToken
+from handoffs import BLOCK_SIZE, FINGERPRINT, LAYOUT, computed, prefill
 from kvtransfer.consumer import Consumer
 from kvtransfer.errors import Code
 from kvtransfer.events import (
@@ -22,12 +23,11 @@ from kvtransfer.events import (
     CloseStream,
     Commit,
     CommitBlocks,
-    Computed,
     ConsumerAction,
     ConsumerEvent,
     Copy,
     CopyEnded,
-    DeliverFirstToken,
+    DeliverFirstTokens,
     End,
     Failed,
     Filled,
@@ -117,7 +117,7 @@ class HolderEngine:
             self.block_ids.append(block_id)
         self._report(first)
         if len(self.block_ids) == NUM_BLOCKS:
-            self.reports.append(Computed(TOKEN, NUM_TOKENS))
+            self.reports.append(computed(self.open.source))
             self.finish()
 
     def _report(self, first: int) -> None:
@@ -175,20 +175,29 @@ class Attempt:
 
 
 class World:
-    def __init__(self, source: str = "prefill", num_cached: int = NUM_BLOCKS, skip_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        source: str = "prefill",
+        num_cached: int = NUM_BLOCKS,
+        skip_blocks: int = 0,
+        num_choices: int = 1,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         self.now = 0.0
         self.holder_pool = HolderPool(40)
         self.targets = list(range(100, 100 + NUM_BLOCKS + 1))  # one for growth
         self.consumer_pool: dict[int, Content] = {t: ("nothing", t) for t in self.targets}
         self.owner = "request"  # of the targets
         self.num_committed = skip_blocks
-        self.first_tokens = 0
+        self.first_tokens: tuple[SampledToken, ...] = ()
         self.outcome: str | None = None
         self.num_repairs = 0
         self.num_messages = 0
         self.cut_before_message: int | None = None
         self.source = source
         self.num_cached = num_cached
+        self.num_choices = num_choices
+        self.prompt_logprobs = prompt_logprobs
         self.attempts: list[Attempt] = []
         for i in range(skip_blocks):
             self.consumer_pool[self.targets[i]] = ("kv", i)
@@ -351,7 +360,7 @@ class World:
             assert attempt.has_ended
             assert attempt.holder is None or attempt.holder_is_dead or attempt.holder.pinned == []
         assert self.outcome in ("committed", "aborted", "failed")
-        assert self.first_tokens <= 1
+        assert len(self.first_tokens) in (0, self.num_choices)
         self._check_committed()
 
     def _is_over(self, attempt: Attempt) -> bool:
@@ -380,7 +389,7 @@ class World:
     def _begin(self, skip_blocks: int) -> None:
         source: PrefillSource | CachedSource
         if self.source == "prefill":
-            source = PrefillSource(tuple(range(NUM_TOKENS)), NUM_TOKENS, PARAMS, skip_blocks)
+            source = prefill(NUM_TOKENS, skip_blocks, self.num_choices, self.prompt_logprobs)
         else:
             source = CachedSource(tuple(bytes([i]) * 16 for i in range(NUM_BLOCKS)), skip_blocks)
         open = Open(f"handoff-{len(self.attempts)}", "request", "consumer", FINGERPRINT, 100.0, source)
@@ -389,7 +398,7 @@ class World:
             [self.targets],
             LAYOUT,
             times=TIMES,
-            first_token_delivered=self.first_tokens > 0,
+            first_tokens_delivered=bool(self.first_tokens),
             max_bytes_per_copy=2 * LAYOUT.bytes_per_block,
         )
         attempt = Attempt(open, consumer, None, HolderEngine(self.holder_pool, open, self.num_cached))
@@ -423,8 +432,12 @@ class World:
                 case Copy():
                     assert attempt.copy is None
                     attempt.copy = action
-                case DeliverFirstToken():
-                    self.first_tokens += 1
+                case DeliverFirstTokens():
+                    assert not self.first_tokens, "first tokens are delivered once"
+                    said = computed(attempt.open.source)
+                    assert action.complete.prompt_logprobs == said.prompt_logprobs
+                    self.first_tokens = action.complete.first_tokens
+                    assert self.first_tokens == said.first_tokens
                 case CommitBlocks():
                     assert action.num_blocks > self.num_committed
                     self.num_committed = action.num_blocks

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine.executor import SampledToken
 from engine.memory import KVLayout
@@ -12,6 +13,8 @@ from kvtransfer.events import CachedPinned, Computed, Filled, HandoffResult, Hol
 from kvtransfer.handle import PoolHandle
 from kvtransfer.messages import CachedSource, Complete, Open, PrefillSource, Source
 from kvtransfer.ports import HolderListener
+from kvtransfer.sampling_wire import prompt_logprobs_to_wire
+from tandem.v1.sampling_pb2 import PromptLogprobs
 
 BLOCK_SIZE = 4
 FINGERPRINT = b"0123456789abcdef"
@@ -26,8 +29,25 @@ def pool_handle(num_blocks: int = 100, instance_id: str = "holder-1") -> PoolHan
     )
 
 
-def prefill(num_tokens: int = 10, skip_blocks: int = 0) -> PrefillSource:
-    return PrefillSource(tuple(range(num_tokens)), num_tokens, PARAMS, skip_blocks)
+def prefill(
+    num_tokens: int = 10, skip_blocks: int = 0, num_choices: int = 1, prompt_logprobs: int | None = None
+) -> PrefillSource:
+    seeds = tuple(range(num_choices)) if num_choices > 1 else ()
+    params = replace(PARAMS, prompt_logprobs=prompt_logprobs)
+    return PrefillSource(tuple(range(num_tokens)), num_tokens, params, skip_blocks, seeds=seeds)
+
+
+def computed(source: Source) -> Computed:
+    """How any holder's prefill ends: another token for each choice, and what was asked for of the prompt."""
+    assert isinstance(source, PrefillSource)
+    tokens = (TOKEN, *(SampledToken(TOKEN.token_id + seed) for seed in source.seeds[1:]))
+    num_top = source.params.prompt_logprobs
+    logprobs = None
+    if num_top is not None:
+        top = tuple((rank, -0.5 - rank) for rank in range(num_top))
+        prompt = source.token_ids[: source.num_prompt_tokens]
+        logprobs = prompt_logprobs_to_wire([SampledToken(token_id, -0.25, top) for token_id in prompt[1:]], num_top)
+    return Computed(tokens, len(source.token_ids), prompt_logprobs=logprobs)
 
 
 def cached(num_blocks: int = 3, skip_blocks: int = 0) -> CachedSource:
@@ -85,7 +105,16 @@ class FakeHolderEngine:
         self.say(handoff_id, Filled(first, tuple(block_ids), num_tokens))
 
     def compute(self, handoff_id: str, num_tokens: int) -> None:
-        self.say(handoff_id, Computed(TOKEN, num_tokens, num_cached_tokens=BLOCK_SIZE, queued_s=0.25, prefill_s=0.5))
+        self.say(
+            handoff_id,
+            replace(
+                computed(self.opened[handoff_id].source),
+                num_tokens=num_tokens,
+                num_cached_tokens=BLOCK_SIZE,
+                queued_s=0.25,
+                prefill_s=0.5,
+            ),
+        )
 
     def say(self, handoff_id: str, event: WorkerEvent) -> None:
         self.listeners[handoff_id](event)
@@ -100,7 +129,8 @@ class FakeConsumerEngine:
     """A `ConsumerPort` that remembers what it heard."""
 
     def __init__(self) -> None:
-        self.first_tokens: list[SampledToken] = []
+        self.sampled: list[SampledToken] = []  # first tokens that were delivered
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.num_committed_blocks = 0
         self.result: HandoffResult | None = None
         self.lost: HolderLost | None = None
@@ -108,12 +138,13 @@ class FakeConsumerEngine:
         self.over = asyncio.Event()
         self.changed = asyncio.Event()
 
-    def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
-        self.first_tokens.append(token)
+    def first_tokens(self, request_id: str, complete: Complete) -> None:
+        self.sampled.extend(complete.first_tokens)
+        self.prompt_logprobs = complete.prompt_logprobs
         self.changed.set()
-        self.on_first_token()
+        self.on_first_tokens()
 
-    def on_first_token(self) -> None:
+    def on_first_tokens(self) -> None:
         """For tests that do something at once."""
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from handoffs import BLOCK_SIZE, LAYOUT, TOKEN, FakeHolderEngine, an_open, cached, pool_handle, prefill
+from handoffs import BLOCK_SIZE, LAYOUT, FakeHolderEngine, an_open, cached, computed, pool_handle, prefill
 from kvtransfer.errors import Code, TransferError
-from kvtransfer.events import CachedPinned, CloseStream, Computed, Failed, Filled, Started
+from kvtransfer.events import CachedPinned, CloseStream, Failed, Filled, Started
 from kvtransfer.messages import Accepted, Complete, Confirmed, HolderMessage, Open, PrefillSource, Pulled, Ready
 from kvtransfer.ports import HolderListener, HolderPool
 from kvtransfer.provider import Provider
@@ -203,7 +203,7 @@ class StagedHolders:
             num_tokens = min(len(table_so_far) * BLOCK_SIZE, len(source.token_ids))
             self._say(number, Filled(first, blocks, num_tokens, fence=number))
             if len(table_so_far) == last:
-                self._say(number, Computed(TOKEN, len(source.token_ids)))
+                self._say(number, computed(source))
 
     def preempt(self, number: int) -> None:
         """It fills everything again."""

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from engine.executor import SampledToken
 from kvtransfer.events import CachedPinned, HandoffResult, HolderLost
 from kvtransfer.messages import CachedSource, Complete, Open
 from kvtransfer.ports import HolderListener
@@ -45,7 +44,7 @@ class WaitingConsumer:
         result = await self._result
         return time.perf_counter() - began, result
 
-    def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None: ...
+    def first_tokens(self, request_id: str, complete: Complete) -> None: ...
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None: ...
 

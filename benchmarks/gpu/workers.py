@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 
 from engine.engine import Engine
-from engine.executor import SampledToken
 from engine.kvcache.block_hash import BlockHash
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -69,7 +68,7 @@ class HolderEngine(_Stepper):
             listener(Filled(filled.first, filled.block_ids, filled.num_tokens, filled.group, result.fence))
         for output in result.outputs:
             listener, num_tokens = self._listeners.pop(output.request_id)
-            listener(Computed(output.token, num_tokens, output.num_cached_tokens))
+            listener(Computed((output.token,), num_tokens, output.num_cached_tokens))
 
 
 class ConsumerEngine(_Stepper):
@@ -120,8 +119,8 @@ class ConsumerEngine(_Stepper):
             if output.finish_reason is not None:
                 self._done[output.request_id].set_result(None)
 
-    def first_token(self, request_id: str, token: SampledToken, complete: Complete) -> None:
-        self.outputs[request_id].append(token.token_id)
+    def first_tokens(self, request_id: str, complete: Complete) -> None:
+        self.outputs[request_id].extend(token.token_id for token in complete.first_tokens)
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:
         self.engine.commit_blocks(request_id, num_blocks)

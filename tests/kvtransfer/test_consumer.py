@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from engine.executor import SampledToken
 from handoffs import LAYOUT, TOKEN, an_open, cached, pool_handle, prefill
 from kvtransfer.consumer import Consumer, ConsumerState
 from kvtransfer.errors import Code, PoolUnreachable
@@ -16,7 +17,7 @@ from kvtransfer.events import (
     ConsumerEvent,
     Copy,
     CopyEnded,
-    DeliverFirstToken,
+    DeliverFirstTokens,
     End,
     HandoffResult,
     HolderLost,
@@ -27,6 +28,7 @@ from kvtransfer.events import (
     TransferStats,
 )
 from kvtransfer.messages import Accepted, Complete, Confirmed, HandoffTimes, Open, Pulled, Ready
+from tandem.v1.sampling_pb2 import PromptLogprobs
 
 TIMES = HandoffTimes(lease_s=30.0, answer_s=10.0, deadline_s=120.0)
 POOL = pool_handle()
@@ -38,7 +40,7 @@ READY_2 = Ready(0, (5, 6), 8)
 READY_LAST = Ready(2, (9,), 10)
 READY_ALL = Ready(0, (5, 6, 9), 10)
 COPIED = CopyEnded(STATS)
-COMPLETE = Complete(TOKEN, 10, 4)
+COMPLETE = Complete((TOKEN,), 10, 4)
 
 # Target blocks: one more than the prompt needs, for growth.
 TABLE = (20, 21, 22, 23)
@@ -87,7 +89,7 @@ EVENTS: dict[str, ConsumerEvent] = {
 CLOSE = CloseStream(Code.CANCELLED)
 COPY_2 = Copy(POOL, (5, 6), (20, 21))
 COPY_LAST = Copy(POOL, (9,), (22,))
-FIRST = DeliverFirstToken(TOKEN, COMPLETE)
+FIRST = DeliverFirstTokens(COMPLETE)
 
 
 def lost(code: Code, confirmed: int = 0, *, delivered: bool = False, stats: TransferStats | None = None) -> LoseHolder:
@@ -242,11 +244,34 @@ def test_the_first_token_is_delivered_before_any_block_is_confirmed() -> None:
 
 
 def test_the_first_token_is_not_delivered_again_by_the_hand_off_after_a_lost_one() -> None:
-    consumer = started(an_open(prefill(10, skip_blocks=2)), (ACCEPTED, READY_LAST), first_token_delivered=True)
+    consumer = started(an_open(prefill(10, skip_blocks=2)), (ACCEPTED, READY_LAST), first_tokens_delivered=True)
     assert consumer.handle(COMPLETE, 1.0) == []
     assert consumer.handle(COPIED, 1.0) == [Send(Pulled(3))]
     actions = consumer.handle(Confirmed(3), 1.0)
     assert actions == [CommitBlocks(3), Commit(HandoffResult(3, COMPLETE, STATS))]
+
+
+def test_the_first_tokens_of_all_choices_come_with_the_prompts_log_probabilities() -> None:
+    complete = Complete(
+        (TOKEN, SampledToken(1), SampledToken(2)), 10, prompt_logprobs=PromptLogprobs(logprobs=[-1] * 9)
+    )
+    consumer = started(an_open(prefill(10, num_choices=3, prompt_logprobs=0)), (ACCEPTED, READY_ALL))
+    assert consumer.handle(complete, 1.0) == [DeliverFirstTokens(complete)]
+
+
+@pytest.mark.parametrize(
+    "complete",
+    [
+        Complete((TOKEN,) * 3, 10),
+        Complete((TOKEN,) * 3, 10, prompt_logprobs=PromptLogprobs(logprobs=[-1] * 10)),
+        Complete((TOKEN,) * 2, 10, prompt_logprobs=PromptLogprobs(logprobs=[-1] * 9)),
+    ],
+    ids=["no log-probabilities", "of another number of tokens", "a first token missing"],
+)
+def test_a_completion_that_lacks_what_was_asked_for_breaks_the_protocol(complete: Complete) -> None:
+    consumer = started(an_open(prefill(10, num_choices=3, prompt_logprobs=0)), (ACCEPTED, READY_ALL, COPIED))
+    actions = consumer.handle(complete, 1.0)
+    assert without_words(actions) == [CLOSE, lost(BROKEN, stats=STATS)]
 
 
 @pytest.mark.parametrize("skip_blocks", [1, 2, 3])
@@ -268,7 +293,7 @@ def test_a_cached_prefix_shorter_than_hoped_is_committed_and_counted_as_stale(he
     if held > skip:
         consumer.handle(Ready(skip, (5, 6, 9)[skip:held], 4 * held), 1.0)
         consumer.handle(COPIED, 1.0)
-    complete = Complete(None, 4 * held, 4 * held)
+    complete = Complete((), 4 * held, 4 * held)
     assert consumer.handle(complete, 1.0) == [], "a cached prefix has no first token"
     *_, commit = consumer.handle(Confirmed(held), 1.0)
     stats = STATS if held > skip else TransferStats()
@@ -285,8 +310,15 @@ VIOLATIONS: dict[str, tuple[ConsumerEvent, ...]] = {
     "a block past the pool": (ACCEPTED, Ready(0, (POOL.num_blocks,), 4)),
     "a block too many": (ACCEPTED, Ready(0, (5, 6, 7, 8), 16)),
     "a block twice": (ACCEPTED, READY_2, Ready(1, (6, 9), 10)),
-    "no first token": (ACCEPTED, READY_ALL, COPIED, Complete(None, 10)),
-    "another number of tokens": (ACCEPTED, READY_ALL, COPIED, Complete(TOKEN, 9)),
+    "no first token": (ACCEPTED, READY_ALL, COPIED, Complete((), 10)),
+    "more first tokens than choices": (ACCEPTED, READY_ALL, COPIED, Complete((TOKEN, TOKEN), 10)),
+    "log-probabilities nobody asked for": (
+        ACCEPTED,
+        READY_ALL,
+        COPIED,
+        Complete((TOKEN,), 10, prompt_logprobs=PromptLogprobs(logprobs=[-1.0] * 9)),
+    ),
+    "another number of tokens": (ACCEPTED, READY_ALL, COPIED, Complete((TOKEN,), 9)),
     "a confirmation of what was not pulled": (ACCEPTED, READY_ALL, Confirmed(3)),
 }
 

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
-from handoffs import LAYOUT, TOKEN, FakeConsumerEngine, FakeHolderEngine, an_open, pool_handle, prefill
+from handoffs import LAYOUT, TOKEN, FakeConsumerEngine, FakeHolderEngine, an_open, computed, pool_handle, prefill
 from kvtransfer.channels import CHANNEL_OPTIONS, SERVER_OPTIONS, Options
 from kvtransfer.client import GrpcTransport
 from kvtransfer.errors import Code
@@ -246,8 +247,24 @@ async def test_a_prompt_of_millions_of_tokens_fits_into_a_message(server: Server
     server.engine.fill("handoff-1", 0, range(1, num_blocks + 1), num_tokens)
     server.engine.compute("handoff-1", num_tokens)
     await over(puller)
-    assert engine_of(puller).first_tokens == [TOKEN]
+    assert engine_of(puller).sampled == [TOKEN]
     await puller.close()
+
+
+async def test_log_probabilities_of_a_long_prompt_fit_into_a_message(server: Server, puller: Puller) -> None:
+    """Past gRPC's default limit of 4 MiB."""
+    source = prefill(60_000, prompt_logprobs=20)
+    blocks = range(1, len(source.token_ids) // LAYOUT.block_size + 1)
+    puller.pull(server.address, an_open(replace(source, skip_blocks=len(blocks))), [blocks])
+    async with asyncio.timeout(60):
+        await server.engine.asked.wait()
+    server.engine.fill("handoff-1", 0, blocks, len(source.token_ids))
+    server.engine.compute("handoff-1", len(source.token_ids))
+    await over(puller)
+    logprobs = engine_of(puller).prompt_logprobs
+    assert logprobs is not None
+    assert logprobs.ByteSize() > 4 << 20
+    assert logprobs == computed(source).prompt_logprobs
 
 
 async def test_a_list_of_blocks_longer_than_a_default_message_arrives(server: Server) -> None:

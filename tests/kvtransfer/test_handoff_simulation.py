@@ -1,7 +1,7 @@
 """Both machines against each other, in virtual time, over a network and an engine that do their worst.
 
 Whatever happens: no block stays pinned, no copy is written into a block of somebody else, what is committed is right,
-the client gets the first token once, and all of it is over within the lease.
+the client gets the first tokens, one a choice, once, and all of it is over within the lease.
 """
 
 import pytest
@@ -43,6 +43,8 @@ worlds = st.builds(
     source=st.sampled_from(["prefill", "cached"]),
     num_cached=st.integers(0, NUM_BLOCKS),
     skip_blocks=st.integers(0, NUM_BLOCKS),
+    num_choices=st.integers(1, 4),
+    prompt_logprobs=st.none() | st.integers(0, 3),
 )
 
 # Each attempt may wait for the other side's silence; the holder's lease is the longest such wait.
@@ -71,7 +73,7 @@ def test_a_hand_off_without_faults_is_committed_at_once(source: str, skip_blocks
     world.check_whole()
     assert world.outcome == "committed"
     assert world.num_repairs == 0
-    assert world.first_tokens == (source == "prefill")
+    assert len(world.first_tokens) == (source == "prefill")
     assert world.num_committed == (NUM_BLOCKS if source == "prefill" else max(num_cached, skip_blocks))
 
 

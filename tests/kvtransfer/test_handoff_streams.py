@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
-from handoffs import LAYOUT, TOKEN, FakeConsumerEngine, FakeHolderEngine, an_open, cached, prefill
+from handoffs import LAYOUT, TOKEN, FakeConsumerEngine, FakeHolderEngine, an_open, cached, computed, prefill
 from kvtransfer.channels import SERVER_OPTIONS
 from kvtransfer.client import GrpcTransport
 from kvtransfer.errors import Code, HandoffRefused
@@ -133,14 +133,14 @@ async def test_a_prefill_is_handed_over_chunk_by_chunk(pair: Pair) -> None:
     pair.holder_engine.fill("handoff-1", 0, [5, 6], 8)
     await pair.until(lambda: pair.engine.num_committed_blocks == 2)
     assert pair.holder_engine.num_pins == 0, "what is confirmed is not pinned any more"
-    assert pair.engine.first_tokens == []
+    assert pair.engine.sampled == []
 
     pair.holder_engine.fill("handoff-1", 2, [2], 10)
     pair.holder_engine.compute("handoff-1", 10)
     await pair.over()
     result = pair.engine.result
     assert result is not None
-    assert pair.engine.first_tokens == [TOKEN]
+    assert pair.engine.sampled == [TOKEN]
     assert pair.engine.num_committed_blocks == result.num_blocks == 3
     assert (result.complete.num_cached_tokens, result.complete.queued_s, result.complete.prefill_s) == (4, 0.25, 0.5)
     assert (result.stats.bytes, result.stats.segments) == (3 * LAYOUT.bytes_per_block, 2)
@@ -156,6 +156,20 @@ async def test_the_holders_engine_gets_what_the_consumer_asked_for(pair: Pair) -
     assert (asked.request_id, asked.consumer_instance_id) == (open.request_id, open.consumer_instance_id)
 
 
+async def test_the_first_tokens_of_several_choices_and_the_prompts_log_probabilities_come_at_once(pair: Pair) -> None:
+    source = prefill(10, num_choices=4, prompt_logprobs=20)
+    await pair.open(an_open(source))
+    assert pair.holder_engine.opened["handoff-1"].source == source
+    pair.holder_engine.fill("handoff-1", 0, [5, 6, 7], 10)
+    pair.holder_engine.compute("handoff-1", 10)
+    await pair.until(lambda: bool(pair.engine.sampled))
+    said = computed(source)
+    assert pair.engine.sampled == list(said.first_tokens)
+    assert pair.engine.prompt_logprobs == said.prompt_logprobs
+    await pair.over()
+    await pair.holder_is_whole()
+
+
 async def test_a_cached_prefix_is_handed_over_without_a_first_token(pair: Pair) -> None:
     pair.holder_engine.cached_blocks = (5, 6)
     await pair.open(an_open(cached(3)))
@@ -163,7 +177,7 @@ async def test_a_cached_prefix_is_handed_over_without_a_first_token(pair: Pair) 
     assert pair.engine.result is not None
     assert pair.engine.result.num_blocks == 2
     assert pair.engine.result.complete.num_tokens == 8
-    assert pair.engine.first_tokens == []
+    assert pair.engine.sampled == []
     assert pair.consumer_blocks[[9, 10], 0].tolist() == [5, 6]
     await pair.holder_is_whole()
     assert pair.provider.counters.stale_blocks == pair.puller.counters.stale_blocks == 1
@@ -175,7 +189,7 @@ async def test_a_hand_off_of_nothing_is_completed_all_the_same(pair: Pair) -> No
     pair.holder_engine.compute("handoff-1", 10)
     await pair.over()
     assert pair.engine.result is not None
-    assert pair.engine.first_tokens == [TOKEN]
+    assert pair.engine.sampled == [TOKEN]
     assert pair.engine.result.stats.bytes == 0
     assert len(pair.puller.pools) == 0, "nothing was mapped for it"
     await pair.holder_is_whole()
@@ -210,7 +224,7 @@ async def test_an_abort_ends_both_sides_and_what_comes_late_is_given_back(pair: 
 
 async def test_a_request_that_ends_with_its_first_token_is_aborted_from_within(pair: Pair) -> None:
     aborts: list[bool] = []
-    pair.engine.on_first_token = lambda: aborts.append(pair.puller.abort("request-1"))  # type: ignore[method-assign]
+    pair.engine.on_first_tokens = lambda: aborts.append(pair.puller.abort("request-1"))  # type: ignore[method-assign]
     await pair.open()
     pair.holder_engine.fill("handoff-1", 0, [5, 6, 7], 10)
     await pair.until(lambda: pair.engine.num_committed_blocks == 3)
@@ -260,7 +274,7 @@ async def test_the_hand_off_after_a_lost_one_goes_on_where_it_ended(pair: Pair) 
     pair.holder_engine.fill("handoff-2", 0, [1, 7, 8], 10)
     pair.holder_engine.compute("handoff-2", 10)
     await pair.over()
-    assert pair.engine.first_tokens == [TOKEN]
+    assert pair.engine.sampled == [TOKEN]
     assert pair.consumer_blocks[[9, 10, 3], 0].tolist() == [5, 6, 8]
     await pair.holder_is_whole()
 

@@ -50,7 +50,7 @@ def started(open: Open | None = None, events: tuple[HolderEvent, ...] = (), num_
 
 # Ten tokens in blocks of four: three blocks.
 FILLED_ALL = Filled(0, (5, 6, 9), 10)
-COMPUTED = Computed(TOKEN, 10)
+COMPUTED = Computed((TOKEN,), 10)
 
 # How each state is reached.
 PATHS: dict[str, tuple[Open, tuple[HolderEvent, ...]]] = {
@@ -99,7 +99,7 @@ EXPECTED: dict[tuple[str, str], tuple[str, list[HolderAction]]] = {
     ("queued, cached", "filled again"): ("queued", [Unpin((5, 6))]),
     ("queued, cached", "pinned"): (
         "holding",
-        [Send(Accepted(8, 2, 30.0, pool_handle())), Send(Ready(0, (15, 16), 8)), Send(Complete(None, 8, 8))],
+        [Send(Accepted(8, 2, 30.0, pool_handle())), Send(Ready(0, (15, 16), 8)), Send(Complete((), 8, 8))],
     ),
     ("queued, cached", "pulled 2"): ("ended", [ABORT, close(Code.INVALID_ARGUMENT)]),
     ("queued, cached", "pulled 3"): ("ended", [ABORT, close(Code.INVALID_ARGUMENT)]),
@@ -252,7 +252,7 @@ def test_blocks_that_the_consumer_has_are_not_sent_and_their_pins_given_back() -
     holder = started(an_open(prefill(10, skip_blocks=2)))
     assert holder.handle(Filled(0, (5,), 4), 1.0) == [Unpin((5,))]
     assert holder.handle(Filled(1, (6, 9), 10), 1.0) == [Unpin((6,)), Send(Ready(2, (9,), 10))]
-    assert holder.handle(COMPUTED, 1.0) == [Send(Complete(TOKEN, 10))]
+    assert holder.handle(COMPUTED, 1.0) == [Send(Complete((TOKEN,), 10))]
     assert without_words(holder.handle(Pulled(3), 1.0)) == [Send(Confirmed(3)), Unpin((9,)), close(Code.OK)]
 
 
@@ -260,7 +260,7 @@ def test_a_hand_off_with_nothing_to_send_is_completed_and_confirmed_all_the_same
     holder = started(an_open(prefill(10, skip_blocks=3)))
     assert holder.handle(FILLED_ALL, 1.0) == [Unpin((5, 6, 9))]
     assert without_words(holder.handle(COMPUTED, 1.0)) == [
-        Send(Complete(TOKEN, 10)),
+        Send(Complete((TOKEN,), 10)),
         Send(Confirmed(3)),
         close(Code.OK),
     ]
@@ -273,7 +273,7 @@ def test_a_cached_prefix_that_is_gone_is_completed_and_confirmed_with_nothing(sk
     actions = holder.handle(CachedPinned(((),)), 1.0)
     assert without_words(actions) == [
         Send(Accepted(0, 0, 30.0, pool_handle())),
-        Send(Complete(None, 0)),
+        Send(Complete((), 0)),
         Send(Confirmed(0)),
         close(Code.OK),
     ]
@@ -287,7 +287,7 @@ def test_a_cached_prefix_is_sent_without_the_blocks_that_the_consumer_has() -> N
         Unpin((5,)),
         Send(Accepted(12, 3, 30.0, pool_handle())),
         Send(Ready(1, (6, 9), 12)),
-        Send(Complete(None, 12, 12)),
+        Send(Complete((), 12, 12)),
     ]
     assert holder.num_stale_blocks == 0
 
@@ -295,7 +295,7 @@ def test_a_cached_prefix_is_sent_without_the_blocks_that_the_consumer_has() -> N
 def test_a_consumer_that_has_pulled_all_before_the_first_token_is_done_with_it() -> None:
     holder = started(events=(FILLED_ALL, Pulled(3)))
     assert holder.state is HolderState.COMPUTING
-    assert without_words(holder.handle(COMPUTED, 1.0)) == [Send(Complete(TOKEN, 10)), close(Code.OK)]
+    assert without_words(holder.handle(COMPUTED, 1.0)) == [Send(Complete((TOKEN,), 10)), close(Code.OK)]
 
 
 def test_blocks_count_as_pulled_when_those_of_every_group_are() -> None:
@@ -322,7 +322,7 @@ def test_a_cached_prefix_of_several_groups_is_as_long_as_the_shortest() -> None:
         Send(Accepted(8, 2, 30.0, pool_handle())),
         Send(Ready(0, (5, 6), 8, 0)),
         Send(Ready(0, (7, 8), 8, 1)),
-        Send(Complete(None, 8, 8)),
+        Send(Complete((), 8, 8)),
     ]
 
 

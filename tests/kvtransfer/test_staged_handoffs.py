@@ -61,7 +61,7 @@ class Pair:
         fence = self.source.record_fence(self.stream)
         self.holder_engine.pins.update((5, 6))
         self.holder_engine.say(handoff_id, Filled(0, (5, 6), 8, fence=fence))
-        self.holder_engine.say(handoff_id, Computed(TOKEN, 8))
+        self.holder_engine.say(handoff_id, Computed((TOKEN,), 8))
         async with asyncio.timeout(10):
             await self.engine.over.wait()
             await self.provider.wait_idle()
@@ -95,7 +95,7 @@ async def test_a_pool_that_cannot_be_mapped_fails_one_hand_off_and_the_next_ones
             assert pair.engine.result is not None
             assert pair.engine.result.stats.bytes == 2 * BYTES
             assert (pair.target_block(9), pair.target_block(3)) == (b"\x07" * BYTES, b"\x08" * BYTES)
-            assert pair.engine.first_tokens == [TOKEN]
+            assert pair.engine.sampled == [TOKEN]
     taken, given = pair.puller.counters, pair.provider.counters
     assert (taken.opened, taken.committed, taken.staged, taken.unmappable_pools) == (4, 3, 3, 1)
     assert (given.opened, given.staged, given.ends[HolderEnd.DONE]) == (4, 3, 3)

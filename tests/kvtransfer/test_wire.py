@@ -21,7 +21,12 @@ from kvtransfer.messages import (
     Pulled,
     Ready,
 )
-from kvtransfer.sampling_wire import sampling_params_from_wire, sampling_params_to_wire
+from kvtransfer.sampling_wire import (
+    prompt_logprobs_from_wire,
+    prompt_logprobs_to_wire,
+    sampling_params_from_wire,
+    sampling_params_to_wire,
+)
 from kvtransfer.wire import request_from_wire, request_to_wire, response_from_wire, response_to_wire
 from tandem.v1 import exchange_pb2, sampling_pb2
 
@@ -47,6 +52,7 @@ params = st.builds(
     logit_bias=st.dictionaries(token_ids, floats(-100, 100), max_size=4),
     seed=st.integers(-(2**63), 2**63 - 1),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     min_tokens=st.integers(0, 2),
     stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
 )
@@ -60,6 +66,7 @@ prefills = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     cached_on_address=st.none() | st.just("127.0.0.1:1"),
     num_cached_blocks=uint32,
+    seeds=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(tuple),
 )
 cacheds = st.builds(
     CachedSource, st.lists(st.binary(min_size=16, max_size=16), max_size=4).map(tuple), skip_blocks=uint32
@@ -76,10 +83,27 @@ opens = st.builds(
 tokens = st.builds(SampledToken, token_ids) | st.builds(
     SampledToken, token_ids, single, st.lists(st.tuples(token_ids, single), max_size=4).map(tuple)
 )
+
+
+def prompt_of(num_top: int) -> st.SearchStrategy[tuple[int, list[SampledToken]]]:
+    """A number of best ones, and a prompt's tokens with as many."""
+    top = st.lists(st.tuples(token_ids, single), min_size=num_top, max_size=num_top).map(tuple)
+    return st.tuples(st.just(num_top), st.lists(st.builds(SampledToken, token_ids, single, top), max_size=5))
+
+
+prompts = st.integers(0, 4).flatmap(prompt_of)
 responses = st.one_of(
     st.builds(Accepted, uint32, uint32, st.integers(1, 10**7).map(lambda ms: ms / 1000), st.just(pool_handle())),
     st.builds(Ready, uint32, st.lists(uint32, max_size=8).map(tuple), uint32, st.integers(0, 3), st.none() | uint32),
-    st.builds(Complete, st.none() | tokens, uint32, uint32, st.floats(0, 1e6), st.floats(0, 1e6)),
+    st.builds(
+        Complete,
+        st.lists(tokens, max_size=3).map(tuple),
+        uint32,
+        uint32,
+        st.floats(0, 1e6),
+        st.floats(0, 1e6),
+        st.none() | prompts.map(lambda prompt: prompt_logprobs_to_wire(prompt[1], prompt[0])),
+    ),
     st.builds(Confirmed, uint32),
 )
 
@@ -154,8 +178,31 @@ def test_more_than_one_choice_is_not_a_workers_business() -> None:
 
 
 def test_logprobs_that_do_not_pair_up_are_refused() -> None:
-    complete = exchange_pb2.Complete(
-        first_token_id=1, logprobs=sampling_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0])
-    )
+    logprobs = sampling_pb2.TokenLogprobs(logprob=-1.0, top_token_ids=[1, 2], top_logprobs=[-1.0])
+    complete = exchange_pb2.Complete(first_tokens=[exchange_pb2.SampledToken(token_id=1, logprobs=logprobs)])
     with pytest.raises(ValueError, match="shorter"):
         response_from_wire(exchange_pb2.HandoffResponse(complete=complete))
+
+
+@given(prompts, token_ids)
+def test_a_prompts_log_probabilities_survive_the_wire(prompt: tuple[int, list[SampledToken]], first: int) -> None:
+    num_top, tokens = prompt
+    wire = prompt_logprobs_to_wire(tokens, num_top)
+    whole = [first, *(token.token_id for token in tokens)]
+    assert prompt_logprobs_from_wire(wire, whole) == tuple(tokens)
+    with pytest.raises(ValueError, match=f"of {len(tokens)} tokens for a prompt of {len(whole) + 1}"):
+        prompt_logprobs_from_wire(wire, [*whole, 1])
+
+
+def test_best_tokens_of_a_prompt_are_as_many_as_the_vocabulary_has() -> None:
+    wire = prompt_logprobs_to_wire([SampledToken(1, -0.5, ((1, -0.5), (0, -1.5)))], 20)
+    assert wire.num_top == 2
+    assert prompt_logprobs_from_wire(wire, [0, 1]) == (SampledToken(1, -0.5, ((1, -0.5), (0, -1.5))),)
+
+
+@pytest.mark.parametrize("field", ["top_token_ids", "top_logprobs"])
+def test_log_probabilities_of_a_prompt_that_do_not_pair_up_are_refused(field: str) -> None:
+    wire = prompt_logprobs_to_wire([SampledToken(1, -0.5, ((1, -0.5),))] * 3, 1)
+    getattr(wire, field).append(1)
+    with pytest.raises(ValueError, match="not 1 for each of 3 tokens"):
+        prompt_logprobs_from_wire(wire, [1, 1, 1, 1])

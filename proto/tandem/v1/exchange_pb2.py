@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/exchange.proto\x12\ttandem.v1\x1a\x18tandem/v1/sampling.proto\"a\n\x0eHandoffRequest\x12\x1f\n\x04open\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.OpenH\x00\x12#\n\x06pulled\x18\x02 \x01(\x0b\x32\x11.tandem.v1.PulledH\x00\x42\t\n\x07message\"\xe7\x01\n\x04Open\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1c\n\x14\x63onsumer_instance_id\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x04\x12+\n\x07prefill\x18\x06 \x01(\x0b\x32\x18.tandem.v1.PrefillSourceH\x00\x12)\n\x06\x63\x61\x63hed\x18\x07 \x01(\x0b\x32\x17.tandem.v1.CachedSourceH\x00\x12\x0e\n\x06staged\x18\x08 \x01(\x08\x42\x08\n\x06source\"\xe2\x01\n\rPrefillSource\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x32\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x13\n\x0bskip_blocks\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x11\x63\x61\x63hed_on_address\x18\x07 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x08 \x01(\r\"9\n\x0c\x43\x61\x63hedSource\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x02 \x01(\r\"\x1c\n\x06Pulled\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\xbc\x01\n\x0fHandoffResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12!\n\x05ready\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ReadyH\x00\x12\'\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x13.tandem.v1.CompleteH\x00\x12)\n\tconfirmed\x18\x04 \x01(\x0b\x32\x14.tandem.v1.ConfirmedH\x00\x42\t\n\x07message\"p\n\x08\x41\x63\x63\x65pted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12#\n\x04pool\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PoolHandle\"\x88\x01\n\nPoolHandle\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0b\n\x03raw\x18\x03 \x01(\x0c\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04size\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x06 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x0c\"j\n\x05Ready\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\r\n\x05group\x18\x04 \x01(\r\x12\x12\n\x05\x66\x65nce\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_fence\"\xba\x01\n\x08\x43omplete\x12\x1b\n\x0e\x66irst_token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x10\n\x08queued_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x42\x11\n\x0f_first_token_id\"\x1f\n\tConfirmed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2R\n\nKvExchange\x12\x44\n\x07Handoff\x12\x19.tandem.v1.HandoffRequest\x1a\x1a.tandem.v1.HandoffResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/v1/exchange.proto\x12\ttandem.v1\x1a\x18tandem/v1/sampling.proto\"a\n\x0eHandoffRequest\x12\x1f\n\x04open\x18\x01 \x01(\x0b\x32\x0f.tandem.v1.OpenH\x00\x12#\n\x06pulled\x18\x02 \x01(\x0b\x32\x11.tandem.v1.PulledH\x00\x42\t\n\x07message\"\xe7\x01\n\x04Open\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1c\n\x14\x63onsumer_instance_id\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12\x12\n\ntimeout_ms\x18\x05 \x01(\x04\x12+\n\x07prefill\x18\x06 \x01(\x0b\x32\x18.tandem.v1.PrefillSourceH\x00\x12)\n\x06\x63\x61\x63hed\x18\x07 \x01(\x0b\x32\x17.tandem.v1.CachedSourceH\x00\x12\x0e\n\x06staged\x18\x08 \x01(\x08\x42\x08\n\x06source\"\xf1\x01\n\rPrefillSource\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x32\n\x0fsampling_params\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x13\n\x0bskip_blocks\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x11\x63\x61\x63hed_on_address\x18\x07 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x08 \x01(\r\x12\r\n\x05seeds\x18\t \x03(\x03\"9\n\x0c\x43\x61\x63hedSource\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x01(\x0c\x12\x13\n\x0bskip_blocks\x18\x02 \x01(\r\"\x1c\n\x06Pulled\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\xbc\x01\n\x0fHandoffResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12!\n\x05ready\x18\x02 \x01(\x0b\x32\x10.tandem.v1.ReadyH\x00\x12\'\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x13.tandem.v1.CompleteH\x00\x12)\n\tconfirmed\x18\x04 \x01(\x0b\x32\x14.tandem.v1.ConfirmedH\x00\x42\t\n\x07message\"p\n\x08\x41\x63\x63\x65pted\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08lease_ms\x18\x03 \x01(\x04\x12#\n\x04pool\x18\x04 \x01(\x0b\x32\x15.tandem.v1.PoolHandle\"\x88\x01\n\nPoolHandle\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0b\n\x03raw\x18\x03 \x01(\x0c\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04size\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_per_block\x18\x06 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\x0c\"j\n\x05Ready\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\r\n\x05group\x18\x04 \x01(\r\x12\x12\n\x05\x66\x65nce\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_fence\"\xcd\x01\n\x08\x43omplete\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x10\n\x08queued_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12-\n\x0c\x66irst_tokens\x18\x07 \x03(\x0b\x32\x17.tandem.v1.SampledToken\x12\x32\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobsJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03\"L\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TokenLogprobs\"\x1f\n\tConfirmed\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2R\n\nKvExchange\x12\x44\n\x07Handoff\x12\x19.tandem.v1.HandoffRequest\x1a\x1a.tandem.v1.HandoffResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,23 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPEN']._serialized_start=165
   _globals['_OPEN']._serialized_end=396
   _globals['_PREFILLSOURCE']._serialized_start=399
-  _globals['_PREFILLSOURCE']._serialized_end=625
-  _globals['_CACHEDSOURCE']._serialized_start=627
-  _globals['_CACHEDSOURCE']._serialized_end=684
-  _globals['_PULLED']._serialized_start=686
-  _globals['_PULLED']._serialized_end=714
-  _globals['_HANDOFFRESPONSE']._serialized_start=717
-  _globals['_HANDOFFRESPONSE']._serialized_end=905
-  _globals['_ACCEPTED']._serialized_start=907
-  _globals['_ACCEPTED']._serialized_end=1019
-  _globals['_POOLHANDLE']._serialized_start=1022
-  _globals['_POOLHANDLE']._serialized_end=1158
-  _globals['_READY']._serialized_start=1160
-  _globals['_READY']._serialized_end=1266
-  _globals['_COMPLETE']._serialized_start=1269
-  _globals['_COMPLETE']._serialized_end=1455
-  _globals['_CONFIRMED']._serialized_start=1457
-  _globals['_CONFIRMED']._serialized_end=1488
-  _globals['_KVEXCHANGE']._serialized_start=1490
-  _globals['_KVEXCHANGE']._serialized_end=1572
+  _globals['_PREFILLSOURCE']._serialized_end=640
+  _globals['_CACHEDSOURCE']._serialized_start=642
+  _globals['_CACHEDSOURCE']._serialized_end=699
+  _globals['_PULLED']._serialized_start=701
+  _globals['_PULLED']._serialized_end=729
+  _globals['_HANDOFFRESPONSE']._serialized_start=732
+  _globals['_HANDOFFRESPONSE']._serialized_end=920
+  _globals['_ACCEPTED']._serialized_start=922
+  _globals['_ACCEPTED']._serialized_end=1034
+  _globals['_POOLHANDLE']._serialized_start=1037
+  _globals['_POOLHANDLE']._serialized_end=1173
+  _globals['_READY']._serialized_start=1175
+  _globals['_READY']._serialized_end=1281
+  _globals['_COMPLETE']._serialized_start=1284
+  _globals['_COMPLETE']._serialized_end=1489
+  _globals['_SAMPLEDTOKEN']._serialized_start=1491
+  _globals['_SAMPLEDTOKEN']._serialized_end=1567
+  _globals['_CONFIRMED']._serialized_start=1569
+  _globals['_CONFIRMED']._serialized_end=1600
+  _globals['_KVEXCHANGE']._serialized_start=1602
+  _globals['_KVEXCHANGE']._serialized_end=1684
 # @@protoc_insertion_point(module_scope)

@@ -36,7 +36,7 @@ class Open(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., request_id: _Optional[str] = ..., consumer_instance_id: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill: _Optional[_Union[PrefillSource, _Mapping]] = ..., cached: _Optional[_Union[CachedSource, _Mapping]] = ..., staged: _Optional[bool] = ...) -> None: ...
 
 class PrefillSource(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling_params", "skip_blocks", "cache_salt", "priority", "cached_on_address", "num_cached_blocks")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling_params", "skip_blocks", "cache_salt", "priority", "cached_on_address", "num_cached_blocks", "seeds")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class PrefillSource(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHED_ON_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling_params: _sampling_pb2.SamplingParams
@@ -53,7 +54,8 @@ class PrefillSource(_message.Message):
     priority: int
     cached_on_address: str
     num_cached_blocks: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., skip_blocks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., cached_on_address: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ...) -> None: ...
+    seeds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling_params: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., skip_blocks: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., cached_on_address: _Optional[str] = ..., num_cached_blocks: _Optional[int] = ..., seeds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CachedSource(_message.Message):
     __slots__ = ("block_hashes", "skip_blocks")
@@ -126,20 +128,28 @@ class Ready(_message.Message):
     def __init__(self, first: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., group: _Optional[int] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Complete(_message.Message):
-    __slots__ = ("first_token_id", "logprobs", "num_tokens", "num_cached_tokens", "queued_s", "prefill_s")
-    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("num_tokens", "num_cached_tokens", "queued_s", "prefill_s", "first_tokens", "prompt_logprobs")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    first_token_id: int
-    logprobs: _sampling_pb2.TokenLogprobs
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     num_cached_tokens: int
     queued_s: float
     prefill_s: float
-    def __init__(self, first_token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    first_tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    prompt_logprobs: _sampling_pb2.PromptLogprobs
+    def __init__(self, num_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_sampling_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("token_id", "logprobs")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprobs: _sampling_pb2.TokenLogprobs
+    def __init__(self, token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_sampling_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class Confirmed(_message.Message):
     __slots__ = ("num_blocks",)
