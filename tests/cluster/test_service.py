@@ -2,51 +2,26 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
 from cluster.errors import DeadlineExceeded, NoWorker, QueueFull, WorkerFailed
-from cluster.service import GenerationService
 from fake_generator import FakeGenerator, served_model
-from gateway_api import Api, embedded_tokenizer, says, ticking_clock
+from gateway_api import embedded_tokenizer, says
+from generation_api import asking, check_joined, serving
 from tandem.v1 import generation_pb2 as pb
-from tandem.v1 import generation_pb2_grpc, sampling_pb2
-
-
-@asynccontextmanager
-async def serving(generator: FakeGenerator | None = None) -> AsyncIterator[tuple[Any, FakeGenerator]]:
-    api = Api(generator)
-    server = grpc.aio.server()
-    service = GenerationService(api.text, version="1.2.3", clock=ticking_clock())
-    generation_pb2_grpc.add_GenerationServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        try:
-            yield generation_pb2_grpc.GenerationStub(channel), api.generator
-        finally:
-            await server.stop(None)
-
-
-def asking(text: str = "Hi", *, stream: bool = True, **params: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        request_id="r1", text=text, stream=stream, sampling_params=sampling_pb2.SamplingParams(**params)
-    )
 
 
 async def test_stream_has_chunks_and_ends_with_one_complete_message() -> None:
-    async with serving(says("Hello 🍜.")) as (stub, _):
-        call = stub.Generate(asking(max_tokens=20))
+    async with serving(says("Hello 🍜.")) as served:
+        call = served.stub.Generate(asking(max_tokens=20))
         responses = [response async for response in call]
         trailers = dict(await call.trailing_metadata())
     *chunks, last = responses
     assert all(response.HasField("chunk") for response in chunks)
-    assert "".join(response.chunk.text for response in chunks) == last.complete.text == "Hello 🍜."
+    assert check_joined(responses)[0].text == last.complete.text == "Hello 🍜."
     ids = [token_id for response in chunks for token_id in response.chunk.token_ids]
     assert ids == list(last.complete.output_ids)
     assert embedded_tokenizer().decode(ids) == "Hello 🍜."
@@ -60,21 +35,21 @@ async def test_stream_has_chunks_and_ends_with_one_complete_message() -> None:
 
 
 async def test_only_complete_messages_come_when_not_streaming() -> None:
-    async with serving() as (stub, generator):
+    async with serving() as served:
         request = asking(stream=False, n=3, max_tokens=5, seed=7, logprobs=2)
-        responses = [response async for response in stub.Generate(request)]
+        responses = [response async for response in served.stub.Generate(request)]
     assert sorted(response.complete.index for response in responses) == [0, 1, 2]
     assert {response.complete.finish_reason for response in responses} == {"length"}
     assert len({response.complete.text for response in responses}) == 3
     for response in responses:
         assert len(response.complete.logprobs) == 5
         assert len(response.complete.logprobs[0].top_token_ids) == 2
-    assert len(generator.requests) == 3
+    assert len(served.generator.requests) == 3
 
 
 async def test_stop_string_is_matched_and_named() -> None:
-    async with serving(says("one two three")) as (stub, _):
-        responses = [r async for r in stub.Generate(asking(max_tokens=20, stop=["", " three"]))]
+    async with serving(says("one two three")) as served:
+        responses = [r async for r in served.stub.Generate(asking(max_tokens=20, stop=["", " three"]))]
     assert responses[-1].complete.text == "one two"
     assert responses[-1].complete.matched_stop_str == " three"
     assert "".join(r.chunk.text for r in responses) == "one two"
@@ -82,18 +57,18 @@ async def test_stop_string_is_matched_and_named() -> None:
 
 @pytest.mark.parametrize("ids", [[10813, 235], [10813, 235, 229], [229, 138, 40]])
 async def test_text_is_always_valid_unicode(ids: list[int]) -> None:
-    async with serving(FakeGenerator(script=lambda request: [*ids, 2])) as (stub, _):
-        responses = [r async for r in stub.Generate(asking(max_tokens=len(ids)))]
+    async with serving(FakeGenerator(script=lambda request: [*ids, 2])) as served:
+        responses = [r async for r in served.stub.Generate(asking(max_tokens=len(ids)))]
     assert responses[-1].complete.text == embedded_tokenizer().decode(ids)
 
 
 async def test_token_ids_are_a_prompt_and_every_absent_field_has_its_default() -> None:
-    async with serving() as (stub, generator):
+    async with serving() as served:
         request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[5, 6, 7]))
         request.sampling_params.max_tokens = 1
-        (response,) = [r async for r in stub.Generate(request)]
+        (response,) = [r async for r in served.stub.Generate(request)]
     assert response.request_id
-    (sequence,) = generator.requests
+    (sequence,) = served.generator.requests
     assert sequence.prompt_token_ids == (5, 6, 7)
     params = sequence.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
@@ -104,20 +79,20 @@ async def test_token_ids_are_a_prompt_and_every_absent_field_has_its_default() -
 
 
 async def test_fields_that_are_given_arrive_even_when_they_are_zero() -> None:
-    async with serving() as (stub, generator):
+    async with serving() as served:
         request = asking(temperature=0, top_p=0.5, max_tokens=0, seed=0, n=2)
         request.cache_salt = "s"
         request.priority = -4
-        responses = [r async for r in stub.Generate(request)]
+        responses = [r async for r in served.stub.Generate(request)]
         assert [r.complete.finish_reason for r in responses] == ["length", "length"]
-        assert generator.requests == []
+        assert served.generator.requests == []
         request.sampling_params.max_tokens = 1
-        _ = [r async for r in stub.Generate(request, timeout=60)]
-    assert generator.requests[0].params.temperature == 0
-    assert generator.requests[0].params.seed == 0
-    assert (generator.requests[0].cache_salt, generator.requests[0].priority) == ("s", -4)
-    assert generator.requests[0].timeout_s is not None
-    assert 0 < generator.requests[0].timeout_s < 61
+        _ = [r async for r in served.stub.Generate(request, timeout=60)]
+    assert served.generator.requests[0].params.temperature == 0
+    assert served.generator.requests[0].params.seed == 0
+    assert (served.generator.requests[0].cache_salt, served.generator.requests[0].priority) == ("s", -4)
+    assert served.generator.requests[0].timeout_s is not None
+    assert 0 < served.generator.requests[0].timeout_s < 61
 
 
 @pytest.mark.parametrize(
@@ -134,14 +109,14 @@ async def test_fields_that_are_given_arrive_even_when_they_are_zero() -> None:
     ],
 )
 async def test_bad_request_has_its_status(change: dict[str, Any], code: grpc.StatusCode, words: str) -> None:
-    async with serving() as (stub, generator):
+    async with serving() as served:
         fields = {"text": "Hi"} if not change.keys() & {"text", "tokenized"} else {}
         with pytest.raises(grpc.aio.AioRpcError, match=re.escape(words)) as caught:
-            _ = [r async for r in stub.Generate(pb.GenerateRequest(**fields, **change))]
+            _ = [r async for r in served.stub.Generate(pb.GenerateRequest(**fields, **change))]
         with pytest.raises(grpc.aio.AioRpcError, match="input is missing"):
-            _ = [r async for r in stub.Generate(pb.GenerateRequest())]
+            _ = [r async for r in served.stub.Generate(pb.GenerateRequest())]
     assert caught.value.code() is code
-    assert generator.requests == []
+    assert served.generator.requests == []
 
 
 @pytest.mark.parametrize(
@@ -155,74 +130,74 @@ async def test_bad_request_has_its_status(change: dict[str, Any], code: grpc.Sta
 )
 @pytest.mark.parametrize("fail_after", [0, 2])
 async def test_failure_of_generation_has_its_status(failure: Any, code: grpc.StatusCode, fail_after: int) -> None:
-    async with serving(FakeGenerator(fail=failure, fail_after=fail_after)) as (stub, generator):
+    async with serving(FakeGenerator(fail=failure, fail_after=fail_after)) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [r async for r in stub.Generate(asking(max_tokens=9))]
+            _ = [r async for r in served.stub.Generate(asking(max_tokens=9))]
     assert caught.value.code() is code
     assert caught.value.details() == failure.message
-    assert generator.closed == ["r1-0"]
+    assert served.generator.closed == ["r1-0"]
 
 
 @pytest.mark.parametrize("num_messages", [0, 3])
 async def test_cancelled_call_closes_its_sequences_and_later_ones_are_served(num_messages: int) -> None:
-    async with serving() as (stub, generator):
+    async with serving() as served:
         for _ in range(20):
-            generator.gate = asyncio.Semaphore(num_messages)
-            call = stub.Generate(asking(max_tokens=1000))
+            served.generator.gate = asyncio.Semaphore(num_messages)
+            call = served.stub.Generate(asking(max_tokens=1000))
             for _ in range(num_messages):
                 await call.read()
-            await generator.started()
+            await served.generator.started()
             call.cancel()
             async with asyncio.timeout(10):
-                while len(generator.closed) < len(generator.requests):
-                    await generator.ended()
+                while len(served.generator.closed) < len(served.generator.requests):
+                    await served.generator.ended()
                     await asyncio.sleep(0)
-        generator.gate = None
-        responses = [r async for r in stub.Generate(asking(max_tokens=2))]
+        served.generator.gate = None
+        responses = [r async for r in served.stub.Generate(asking(max_tokens=2))]
     assert responses[-1].complete.completion_tokens == 2
-    assert generator.stats.num_active == 0
+    assert served.generator.stats.num_active == 0
 
 
 async def test_abort_ends_a_call_by_its_id_once() -> None:
-    async with serving() as (stub, generator):
-        generator.gate = asyncio.Semaphore(1)
-        call = stub.Generate(asking(max_tokens=1000, n=2))
+    async with serving() as served:
+        served.generator.gate = asyncio.Semaphore(1)
+        call = served.stub.Generate(asking(max_tokens=1000, n=2))
         await call.read()
-        answer = await stub.Abort(pb.AbortRequest(request_ids=["r1", "unknown", "r1"]))
+        answer = await served.stub.Abort(pb.AbortRequest(request_ids=["r1", "unknown", "r1"]))
         assert await call.code() is grpc.StatusCode.CANCELLED
-        again = await stub.Abort(pb.AbortRequest(request_ids=["r1"]))
-        assert len(generator.closed) == 2
+        again = await served.stub.Abort(pb.AbortRequest(request_ids=["r1"]))
+        assert len(served.generator.closed) == 2
     assert (answer.num_aborted, again.num_aborted) == (1, 0)
 
 
 async def test_request_id_in_flight_is_refused() -> None:
-    async with serving() as (stub, generator):
-        generator.gate = asyncio.Semaphore(0)
-        first = stub.Generate(asking(max_tokens=2))
-        await generator.started()
+    async with serving() as served:
+        served.generator.gate = asyncio.Semaphore(0)
+        first = served.stub.Generate(asking(max_tokens=2))
+        await served.generator.started()
         with pytest.raises(grpc.aio.AioRpcError, match="in flight"):
-            _ = [r async for r in stub.Generate(asking(max_tokens=2))]
-        generator.gate.release()
-        generator.gate.release()
+            _ = [r async for r in served.stub.Generate(asking(max_tokens=2))]
+        served.generator.gate.release()
+        served.generator.gate.release()
         assert len([r async for r in first]) == 3
 
 
 async def test_deadline_ends_a_call_and_its_sequences() -> None:
-    async with serving() as (stub, generator):
-        generator.gate = asyncio.Semaphore(0)
+    async with serving() as served:
+        served.generator.gate = asyncio.Semaphore(0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            _ = [r async for r in stub.Generate(asking(max_tokens=2), timeout=0.05)]
+            _ = [r async for r in served.stub.Generate(asking(max_tokens=2), timeout=0.05)]
         async with asyncio.timeout(10):
-            while len(generator.closed) < len(generator.requests):
-                await generator.ended()
+            while len(served.generator.closed) < len(served.generator.requests):
+                await served.generator.ended()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_model_server_and_loads_are_told() -> None:
-    async with serving(FakeGenerator(served_model(max_model_len=99))) as (stub, _):
-        model = await stub.GetModelInfo(pb.GetModelInfoRequest())
-        server = await stub.GetServerInfo(pb.GetServerInfoRequest())
-        loads = await stub.GetLoads(pb.GetLoadsRequest())
+    async with serving(FakeGenerator(served_model(max_model_len=99))) as served:
+        model = await served.stub.GetModelInfo(pb.GetModelInfoRequest())
+        server = await served.stub.GetServerInfo(pb.GetServerInfoRequest())
+        loads = await served.stub.GetLoads(pb.GetLoadsRequest())
     assert (model.served_model_name, model.max_context_length, model.block_size) == ("fake", 99, 16)
     assert list(model.eos_token_ids) == [2]
     assert server.version == "1.2.3"
@@ -232,3 +207,82 @@ async def test_model_server_and_loads_are_told() -> None:
         ("decode-0", "decode", True),
     ]
     assert loads.loads[1].num_free_blocks == 90
+
+
+async def test_call_is_known_by_its_metadata_its_message_or_a_name_made_up() -> None:
+    async with serving() as served:
+
+        async def names(request_id: str, *metadata: tuple[str, str]) -> tuple[str, str]:
+            request = asking(max_tokens=1, stream=False)
+            request.request_id = request_id
+            call = served.stub.Generate(request, metadata=metadata)
+            response = await call.read()
+            return response.request_id, dict(await call.trailing_metadata())["x-request-id"]
+
+        assert await names("", ("x-request-id", "call-7")) == ("call-7", "call-7")
+        assert await names("mine", ("x-request-id", "call-7")) == ("mine", "call-7")
+        assert await names("mine") == ("mine", "mine")
+        for metadata in ([], [("x-request-id", "not sound")], [("x-request-id", "x" * 129)]):
+            request_id, call_id = await names("", *metadata)
+            assert request_id == call_id
+            assert re.fullmatch(r"[0-9a-f]{32}", request_id)
+
+
+async def test_call_that_a_proxy_tries_again_runs_beside_the_first() -> None:
+    async with serving() as served:
+        served.generator.gate = asyncio.Semaphore(0)
+        metadata = (("x-request-id", "call-7"),)
+        request = asking(max_tokens=1, stream=False)
+        request.request_id = ""
+        calls = [served.stub.Generate(request, metadata=metadata) for _ in range(2)]
+        async with asyncio.timeout(10):
+            while len(served.generator.requests) < 2:
+                await asyncio.sleep(0)
+        for _ in calls:
+            served.generator.gate.release()
+        ids = {(await call.read()).request_id for call in calls}
+    assert "call-7" in ids
+    assert len(ids) == 2
+
+
+async def test_request_id_that_is_none_is_refused() -> None:
+    async with serving() as served:
+        request = asking(max_tokens=1)
+        request.request_id = "🍜"
+        with pytest.raises(grpc.aio.AioRpcError, match="request_id") as caught:
+            _ = [r async for r in served.stub.Generate(request)]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_error_has_trailers_and_says_when_to_come_again() -> None:
+    full = QueueFull("full", retry_after_s=1.5)
+    async with serving(FakeGenerator(fail=full, fail_after=2)) as served:
+        call = served.stub.Generate(asking(max_tokens=9), metadata=(("x-request-id", "call-7"),))
+        with pytest.raises(grpc.aio.AioRpcError):
+            _ = [r async for r in call]
+        trailers = dict(await call.trailing_metadata())
+        assert trailers["x-request-id"] == "call-7"
+        assert (trailers["x-tandem-prefill-worker"], trailers["x-tandem-decode-worker"]) == ("prefill-0", "decode-0")
+        assert (trailers["retry-after-ms"], trailers["grpc-retry-pushback-ms"]) == ("1500", "1500")
+
+        unknown = asking(max_tokens=9)
+        unknown.model = "🍜" * 100_000
+        call = served.stub.Generate(unknown)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [r async for r in call]
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert dict(await call.trailing_metadata()) == {"x-request-id": "r1"}
+
+
+async def test_fault_of_ours_is_an_internal_error_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeGenerator(fail=RuntimeError("secret"), fail_after=1)) as served:
+        call = served.stub.Generate(asking(max_tokens=9))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [r async for r in call]
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert caught.value.details() == "internal error"
+        assert dict(await call.trailing_metadata())["x-request-id"] == "r1"
+        assert len(served.generator.closed) == 1
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert "secret" in str(record.exc_info[1])

@@ -27,6 +27,11 @@ if _version_not_supported:
 
 class GenerationStub:
     """The gateway's own API. Names and meanings follow the gRPC protos of vLLM and SGLang.
+
+    Metadata that is understood: authorization ("Bearer KEY", if the gateway wants keys), x-request-id (echoed),
+    traceparent. Trailers, also with errors, as far as they are known: x-request-id, x-tandem-prefill-worker,
+    x-tandem-decode-worker, x-tandem-cached-tokens, x-tandem-queued-ms, x-tandem-prefill-ms, x-tandem-transfer-ms,
+    x-tandem-decode-ms; with RESOURCE_EXHAUSTED also retry-after-ms and grpc-retry-pushback-ms.
     """
 
     def __init__(self, channel):
@@ -44,6 +49,16 @@ class GenerationStub:
                 '/tandem.v1.Generation/Abort',
                 request_serializer=tandem_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_generation__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/tandem.v1.Generation/Tokenize',
+                request_serializer=tandem_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/tandem.v1.Generation/Detokenize',
+                request_serializer=tandem_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/tandem.v1.Generation/GetModelInfo',
@@ -64,22 +79,43 @@ class GenerationStub:
 
 class GenerationServicer:
     """The gateway's own API. Names and meanings follow the gRPC protos of vLLM and SGLang.
+
+    Metadata that is understood: authorization ("Bearer KEY", if the gateway wants keys), x-request-id (echoed),
+    traceparent. Trailers, also with errors, as far as they are known: x-request-id, x-tandem-prefill-worker,
+    x-tandem-decode-worker, x-tandem-cached-tokens, x-tandem-queued-ms, x-tandem-prefill-ms, x-tandem-transfer-ms,
+    x-tandem-decode-ms; with RESOURCE_EXHAUSTED also retry-after-ms and grpc-retry-pushback-ms.
     """
 
     def Generate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Continues a prompt, or answers a conversation. The call's deadline is the request's; cancelling the call ends it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
+        """Ends calls of Generate by their request ids: they end with CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """What a text or a conversation is to the model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The one model that is served.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -109,6 +145,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_generation__pb2.AbortRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_generation__pb2.AbortResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=tandem_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=tandem_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
                     request_deserializer=tandem_dot_v1_dot_generation__pb2.GetModelInfoRequest.FromString,
@@ -134,6 +180,11 @@ def add_GenerationServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Generation:
     """The gateway's own API. Names and meanings follow the gRPC protos of vLLM and SGLang.
+
+    Metadata that is understood: authorization ("Bearer KEY", if the gateway wants keys), x-request-id (echoed),
+    traceparent. Trailers, also with errors, as far as they are known: x-request-id, x-tandem-prefill-worker,
+    x-tandem-decode-worker, x-tandem-cached-tokens, x-tandem-queued-ms, x-tandem-prefill-ms, x-tandem-transfer-ms,
+    x-tandem-decode-ms; with RESOURCE_EXHAUSTED also retry-after-ms and grpc-retry-pushback-ms.
     """
 
     @staticmethod
@@ -180,6 +231,60 @@ class Generation:
             '/tandem.v1.Generation/Abort',
             tandem_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
             tandem_dot_v1_dot_generation__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Generation/Tokenize',
+            tandem_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            tandem_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Generation/Detokenize',
+            tandem_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            tandem_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
