@@ -1,7 +1,7 @@
 """The oracle: what sampling means, one token after the other, nothing optimised."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +13,35 @@ from engine.sampling_params import SamplingParams
 Row = npt.NDArray[np.float32]
 
 
+class OneMask:
+    """A matcher that allows the same tokens always."""
+
+    def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
+        self._words = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token_id in token_ids:
+            self._words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def allowed(self, output_token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+        return self._words
+
+
+def plain_allowed(sampling: SamplingInput, vocab_size: int) -> set[int]:
+    if sampling.matcher is None:
+        return set(range(vocab_size))
+    words = sampling.matcher.allowed(sampling.output_token_ids)
+    return {token_id for token_id in range(vocab_size) if int(words[token_id // 32]) >> token_id % 32 & 1}
+
+
 def plain_adjusted(row: Row, sampling: SamplingInput) -> list[float]:
     """Logits are float32, and stay so after every step: else equals would not stay equals."""
     params, prompt, output = sampling.params, sampling.prompt_token_ids, sampling.output_token_ids
     adjusted = []
+    allowed = plain_allowed(sampling, len(row))
+    stop = set(params.stop_token_ids) if len(output) < params.min_tokens else set()
+    if sampling.matcher is not None and allowed <= stop:
+        stop = set()
     for token_id, logit in enumerate(row):
-        if len(output) < params.min_tokens and token_id in params.stop_token_ids:
+        if token_id in stop or token_id not in allowed:
             logit = np.float32(-math.inf)
         logit += np.float32(params.logit_bias.get(token_id, 0.0))
         if token_id in prompt or token_id in output:
@@ -51,6 +74,8 @@ def plain_kept(logits: Sequence[float], params: SamplingParams) -> list[tuple[in
 
 def plain_token(row: Row, sampling: SamplingInput) -> int:
     logits = plain_adjusted(row, sampling)
+    if max(logits) == -math.inf:
+        return min(plain_allowed(sampling, len(row)))
     if sampling.params.is_greedy:
         return min(range(len(logits)), key=lambda t: (-logits[t], t))
     return plain_arrivals(plain_kept(logits, sampling.params), sampling)[0][1]

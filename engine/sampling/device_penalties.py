@@ -8,6 +8,7 @@ import torch
 
 from engine.cuda.device_copy import DeviceCopy, Place
 from engine.executor import SamplingInput
+from engine.sampling.allowed import Words, masked_stop_tokens
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -15,13 +16,18 @@ _LARGEST = torch.finfo(torch.float32).max
 class DevicePenalties:
     """What the requests of a step wish of their rows of logits; made on the host, applied on the device.
 
+    Args:
+        allowed: what the structure of each row leaves; None: all.
+
     Raises:
         IndexError: on the host, of a token outside the vocabulary in a history that penalties look at.
     """
 
-    def __init__(self, inputs: Sequence[SamplingInput], vocab_size: int, copy: DeviceCopy) -> None:
+    def __init__(
+        self, inputs: Sequence[SamplingInput], allowed: Sequence[Words | None], vocab_size: int, copy: DeviceCopy
+    ) -> None:
         self._copy = copy
-        self._masked = self._masked_entries(inputs, vocab_size)
+        self._masked = self._masked_entries(inputs, allowed, vocab_size)
         self._biased = self._biased_entries(inputs, vocab_size)
         self._repeated = self._repeated_entries(inputs, vocab_size)
         self._counted = self._counted_entries(inputs, vocab_size)
@@ -58,15 +64,16 @@ class DevicePenalties:
             rows.index_copy_(0, numbers, bent_rows)
         return rows
 
-    def _masked_entries(self, inputs: Sequence[SamplingInput], vocab_size: int) -> Place | None:
+    def _masked_entries(
+        self, inputs: Sequence[SamplingInput], allowed: Sequence[Words | None], vocab_size: int
+    ) -> Place | None:
         entries = [
-            row * vocab_size + token_id
-            for row, sampling in enumerate(inputs)
-            if len(sampling.output_token_ids) < sampling.params.min_tokens
-            for token_id in sampling.params.stop_token_ids
-            if 0 <= token_id < vocab_size
+            row * vocab_size + masked_stop_tokens(sampling, words, vocab_size)
+            for row, (sampling, words) in enumerate(zip(inputs, allowed, strict=True))
+            if sampling.params.min_tokens > 0
         ]
-        return self._copy.add_ints(entries) if entries else None
+        masked = np.concatenate(entries) if entries else ()
+        return self._copy.add_ints(masked) if len(masked) else None
 
     def _biased_entries(self, inputs: Sequence[SamplingInput], vocab_size: int) -> tuple[Place, Place] | None:
         biased = [

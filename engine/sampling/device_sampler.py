@@ -16,6 +16,7 @@ from engine.cuda.device_copy import DeviceCopy
 from engine.executor import SampledToken, SamplingInput
 from engine.sampling.device_draw import DeviceDraw
 from engine.sampling.device_logprobs import DeviceLogprobs
+from engine.sampling.device_mask import DeviceMask
 from engine.sampling.device_penalties import DevicePenalties
 
 # Columns of the answer: ids are whole numbers, which float64 holds exactly.
@@ -44,14 +45,16 @@ def _answer(logits: torch.Tensor, inputs: Sequence[SamplingInput]) -> tuple[torc
     """[num_rows, 2 + …] float64 on the device of the logits, and how many best tokens are in it."""
     num_rows, vocab_size = logits.shape
     copy = DeviceCopy()
-    penalties = DevicePenalties(inputs, vocab_size, copy)
+    mask = DeviceMask(inputs, vocab_size, copy)
+    penalties = DevicePenalties(inputs, mask.allowed, vocab_size, copy)
     draw = DeviceDraw(inputs, vocab_size, copy)
     logprobs = DeviceLogprobs(inputs, vocab_size, copy)
     copy.send(logits.device)
 
-    rows = penalties.apply(logits)
+    rows = penalties.apply(mask.apply(logits))
     best = rows.argmax(dim=1, keepdim=True)  # the smallest id of equals; that of a NaN if there is one
     peaks = rows.gather(1, best)
+    best = mask.best(best, peaks)
     tokens = draw.apply(rows, best, peaks) if draw else best
 
     answer = torch.zeros((num_rows, _LOGPROBS + logprobs.num_columns), dtype=torch.float64, device=logits.device)

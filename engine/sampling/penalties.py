@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.executor import SamplingInput
+from engine.sampling.allowed import Words, flags, masked_stop_tokens
 from engine.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
@@ -13,10 +14,12 @@ Row = npt.NDArray[np.float32]
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def adjust(row: Row, sampling: SamplingInput) -> Row:
-    """The row to sample from: stop tokens masked, then biases, then penalties; `row` itself if nothing applies.
+def adjust(row: Row, sampling: SamplingInput, allowed: Words | None = None) -> Row:
+    """The row to sample from: tokens masked, then biases, then penalties; `row` itself if nothing applies.
 
-    - `min_tokens`: stop tokens are impossible while fewer tokens than that have been generated.
+    - What is not in `allowed` is impossible; None: all is.
+    - `min_tokens`: stop tokens are impossible while fewer tokens than that have been generated, unless nothing else is
+      allowed.
     - `logit_bias` is added.
     - `repetition_penalty`, of every token in prompt or output: divides positive logits, multiplies others.
     - `frequency_penalty` per occurrence in the output, and `presence_penalty` once, are subtracted.
@@ -24,15 +27,13 @@ def adjust(row: Row, sampling: SamplingInput) -> Row:
     Ids outside the vocabulary cannot be sampled anyway: there is nothing to bend.
     """
     params = sampling.params
-    masks_stop = len(sampling.output_token_ids) < params.min_tokens and len(params.stop_token_ids) > 0
-    if not masks_stop and not params.logit_bias and not _has_penalties(params):
+    vocab_size = len(row)
+    stop = masked_stop_tokens(sampling, allowed, vocab_size)
+    if allowed is None and not len(stop) and not params.logit_bias and not _has_penalties(params):
         return row
 
-    row = row.copy()
-    vocab_size = len(row)
-    if masks_stop:
-        stop = _token_ids(params.stop_token_ids)
-        row[stop[(stop >= 0) & (stop < vocab_size)]] = -np.inf
+    row = row.copy() if allowed is None else np.where(flags(allowed, vocab_size), row, np.float32(-np.inf))
+    row[stop] = -np.inf
     if params.logit_bias:
         biased = _token_ids(params.logit_bias)
         bias = np.fromiter(params.logit_bias.values(), np.float32, len(biased))

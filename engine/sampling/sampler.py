@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from engine.executor import SampledToken, SamplingInput
+from engine.sampling.allowed import allowed_tokens, smallest
 from engine.sampling.distribution import draw
 from engine.sampling.logprobs import with_logprobs
 from engine.sampling.penalties import adjust
@@ -40,12 +41,15 @@ class Sampler:
 
     def _sample_row(self, row: npt.NDArray[np.float32], sampling: SamplingInput) -> SampledToken:
         params = sampling.params
-        adjusted = adjust(row, sampling)
+        allowed = allowed_tokens(sampling)
+        adjusted = adjust(row, sampling, allowed)
         token_id = int(adjusted.argmax())  # the smallest id of equals; that of a NaN if there is one
         peak = float(adjusted[token_id])
         assert peak < math.inf, f"the largest logit is {peak}: the model is broken"
-        # With every token masked (a tiny vocabulary of stop tokens) no distribution is left: the smallest id.
-        if not params.is_greedy and peak > -math.inf:
+        if peak == -math.inf:
+            # With every token impossible (a tiny vocabulary of stop tokens) no distribution is left: the smallest id.
+            token_id = 0 if allowed is None else smallest(allowed)
+        elif not params.is_greedy:
             key = position_key(params.seed, sampling.position)
             token_id = draw(adjusted, params, key, self._scratch)
         if params.logprobs is None:

@@ -1,7 +1,7 @@
 """The sampler for a GPU, on the device "cpu", against the sampler for a CPU; and what it would make a GPU wait for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.sampling import device_slabs
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from plain_sampler import plain_adjusted, plain_kept
+from plain_sampler import OneMask, plain_adjusted, plain_kept
 
 
 def sampling(
@@ -80,8 +80,11 @@ def is_on_an_edge(row: Sequence[float], inputs: SamplingInput) -> bool:
 @given(rows=rows_of_one_length, data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_tokens_and_logprobs_are_the_other_samplers(rows: list[list[float]], data: st.DataObject) -> None:
+    vocab_size = len(rows[0])
+    masks = st.none() | st.sets(st.integers(0, vocab_size - 1), min_size=1).map(lambda ids: OneMask(ids, vocab_size))
     inputs = [
-        sampling(data.draw(tokens), data.draw(tokens), **data.draw(params))  # mixed batches: any kind beside any other
+        # Mixed batches: any kind beside any other.
+        replace(sampling(data.draw(tokens), data.draw(tokens), **data.draw(params)), matcher=data.draw(masks))
         for _ in rows
     ]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -235,6 +238,10 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def masked(inputs: SamplingInput, token_ids: Collection[int] = range(0, 2000, 3)) -> SamplingInput:
+    return replace(inputs, matcher=OneMask(token_ids, 2000))
+
+
 def copies_of(inputs: Sequence[SamplingInput]) -> list[tuple[str, str]]:
     with Copies() as mode, pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         DeviceSampler().sample(torch.empty((len(inputs), 2000), device="meta"), inputs)
@@ -249,6 +256,7 @@ def test_a_step_of_every_kind_makes_one_copy_there_and_one_back() -> None:
         for logprobs in (None, 0, 5)
     ]
     assert copies_of(inputs) == [("cpu", "meta"), ("meta", "cpu")]
+    assert copies_of([masked(s) for s in inputs]) == [("cpu", "meta"), ("meta", "cpu")]
 
 
 def test_a_greedy_step_makes_one_copy_back_and_none_there() -> None:

@@ -17,7 +17,7 @@ from engine.sampling.largest import largest
 from engine.sampling.penalties import adjust
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
-from plain_sampler import plain_adjusted, plain_arrivals, plain_kept, plain_logprobs, plain_token
+from plain_sampler import OneMask, plain_adjusted, plain_arrivals, plain_kept, plain_logprobs, plain_token
 
 
 def sampling(
@@ -55,22 +55,23 @@ params = st.fixed_dictionaries(
 )
 
 
-@given(row=rows, prompt=tokens, output=tokens, params=params)
+@given(row=rows, prompt=tokens, output=tokens, params=params, data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_the_token_is_the_oracles(
-    row: list[float], prompt: list[int], output: list[int], params: dict[str, Any]
+    row: list[float], prompt: list[int], output: list[int], params: dict[str, Any], data: st.DataObject
 ) -> None:
-    inputs = sampling(prompt, output, **params)
+    allowed = data.draw(st.none() | st.sets(st.integers(0, len(row) - 1), min_size=1), label="allowed")
+    matcher = None if allowed is None else OneMask(allowed, len(row))
+    inputs = replace(sampling(prompt, output, **params), matcher=matcher)
     logits = np.asarray(row, np.float32)
     adjusted = plain_adjusted(logits, inputs)
     if not inputs.params.is_greedy and max(adjusted) > -math.inf and inputs.params.top_p < 1.0:
         # On the very edge of the nucleus the order of additions decides: nothing to compare.
         kept = plain_kept(adjusted, replace(inputs.params, top_p=1.0))
         assume(np.abs(np.cumsum([p for _, p in kept])[:-1] - inputs.params.top_p).min(initial=1.0) > 1e-12)
-    if max(adjusted) > -math.inf:
-        assert sample(logits, inputs).token_id == plain_token(logits, inputs)
-    else:
-        assert sample(logits, inputs).token_id == adjusted.index(max(adjusted))
+    token_id = sample(logits, inputs).token_id
+    assert token_id == plain_token(logits, inputs)
+    assert allowed is None or token_id in allowed
 
 
 @given(row=rows, seed=st.integers(-(2**63), 2**63 - 1), temperature=st.sampled_from([0.1, 1.0, 3.0]))
