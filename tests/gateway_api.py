@@ -42,14 +42,16 @@ def ticking_clock(step: float = 0.125) -> Callable[[], float]:
 class Api:
     """An application and a client of it."""
 
-    def __init__(self, generator: FakeGenerator | None = None, **server: Any) -> None:
+    def __init__(
+        self, generator: FakeGenerator | None = None, tokenizer: Tokenizer | None = None, **server: Any
+    ) -> None:
         self.generator = generator or FakeGenerator()
-        self.tokenizer = embedded_tokenizer()
+        self.tokenizer = tokenizer or embedded_tokenizer()
         self.metrics = GatewayMetrics(
             MODEL, stats=lambda: self.generator.stats, workers=lambda: self.generator.workers()
         )
         self.text = TextGenerator(self.generator, self.tokenizer, self.metrics, clock=ticking_clock())
-        source = self.tokenizer.chat_template
+        source = self.tokenizer.chat_template or embedded_tokenizer().chat_template
         assert source is not None
         values: dict[str, Any] = {
             "text": self.text,
@@ -101,7 +103,7 @@ def events(reply: httpx.Response) -> list[dict[str, Any]]:
 
 def streamed_text(chunks: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(
-        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        choice["text"] if "text" in choice else choice["delta"].get("content") or ""
         for chunk in chunks
         for choice in chunk["choices"]
         if choice["index"] == index

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator
 
+from cluster.openai.chat_message import ChatMessage
 from cluster.openai.chat_request import ChatRequest
-from cluster.openai.logprobs import chat_logprobs
+from cluster.openai.logprobs import chat_logprobs, prompt_logprobs
 from cluster.openai.reply import Json
 from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText, reported_stop
+from cluster.tools.call_parser import call_parser
+from cluster.tools.call_style import CallStyle
+from cluster.tools.tool_use import ToolMode, ToolUse
+from engine.sampling_params import FinishReason
 from engine.tokenizer.tokenizer import Tokenizer
 
 
@@ -16,40 +21,77 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
 
-    def __init__(self, request: ChatRequest, planned: PlannedText, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        planned: PlannedText,
+        tokenizer: Tokenizer,
+        tool_use: ToolUse,
+        style: CallStyle,
+    ) -> None:
         self._request = request
         self._planned = planned
         self._tokenizer = tokenizer
-        self._begun: set[int] = set()
+        self._tool_use = tool_use
+        self._style = style
+        self._messages: dict[int, ChatMessage] = {}  # by choice
 
     def chunk_choices(self, delta: TextDelta) -> Iterator[Json]:
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            first = self._choice("delta", {"role": "assistant", "content": ""}, delta.index)
-            if self._request.return_token_ids:
-                first["prompt_token_ids"] = list(self._planned.prompt_token_ids)
-            yield first
+        if delta.index not in self._messages:
+            # A message of nothing but calls has no content, not an empty one.
+            first = {"role": "assistant", "content": None if self._tool_use.is_forced else ""}
+            yield self._with_prompt(self._choice("delta", first, delta.index), delta)
+        is_last = delta.finish_reason is not None
+        added = self._message(delta.index).deltas(delta.text, is_last=is_last)
+        for content in added[:-1]:
+            yield self._choice("delta", content, delta.index)
         shows_tokens = self._request.logprobs or self._request.return_token_ids
-        if delta.text or delta.finish_reason is not None or (shows_tokens and delta.tokens):
-            content = {"content": delta.text} if delta.text else {}
-            yield self._filled(self._choice("delta", content, delta.index), delta)
+        if added or is_last or (shows_tokens and delta.tokens):
+            yield self._filled(self._choice("delta", added[-1] if added else {}, delta.index), delta)
 
     def whole_choice(self, delta: TextDelta) -> Json:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        choice = self._filled(self._choice("message", message, delta.index), delta)
-        if self._request.return_token_ids:
-            choice["prompt_token_ids"] = list(self._planned.prompt_token_ids)
-        return choice
+        message = self._message(delta.index).whole(delta.text)
+        return self._with_prompt(self._filled(self._choice("message", message, delta.index), delta), delta)
+
+    def _message(self, index: int) -> ChatMessage:
+        message = self._messages.get(index)
+        if message is None:
+            message = self._messages[index] = ChatMessage(call_parser(self._tool_use, self._style))
+        return message
 
     def _choice(self, key: str, content: Json, index: int) -> Json:
         return {"index": index, key: content, "logprobs": None, "finish_reason": None}
 
+    def _with_prompt(self, choice: Json, delta: TextDelta) -> Json:
+        """The choice with what is told of its prompt, once."""
+        prompt_token_ids = self._planned.prompt_token_ids
+        if self._request.return_token_ids:
+            choice["prompt_token_ids"] = list(prompt_token_ids)
+        if self._request.prompt_logprobs is not None:
+            assert delta.prompt_logprobs is not None, (
+                f"choice {delta.index} began without its prompt's log-probabilities"
+            )
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt_token_ids, delta.prompt_logprobs, self._request.prompt_logprobs
+            )
+        return choice
+
     def _filled(self, choice: Json, delta: TextDelta) -> Json:
         if self._request.logprobs:
-            choice["logprobs"] = chat_logprobs(self._tokenizer, delta.tokens, self._request.top_logprobs or 0)
+            choice["logprobs"] = chat_logprobs(
+                self._tokenizer,
+                delta.tokens,
+                self._request.top_logprobs or 0,
+                by_id=bool(self._request.return_tokens_as_token_ids),
+            )
         if delta.finish_reason is not None:
-            choice["finish_reason"] = delta.finish_reason.value
+            choice["finish_reason"] = self._finish_reason(delta.finish_reason, delta.index)
         choice["stop_reason"] = reported_stop(delta.matched_stop, self._planned.options)
         if self._request.return_token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
+
+    def _finish_reason(self, reason: FinishReason, index: int) -> str:
+        # OpenAI says stop, where the caller has named the function.
+        is_call = self._message(index).has_calls and self._tool_use.mode is not ToolMode.NAMED
+        return "tool_calls" if is_call and reason is FinishReason.STOP else reason.value

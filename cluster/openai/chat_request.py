@@ -1,43 +1,88 @@
 """What `/v1/chat/completions` takes."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from cluster.errors import InvalidRequest
-from cluster.openai.messages import parse_messages, parse_tools
-from cluster.openai.request_fields import Flag, Int, RequestFields
+from cluster.openai.field_schemas import MESSAGES_SCHEMA, TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA
+from cluster.openai.messages import parse_messages
+from cluster.openai.request_fields import Flag, Int, RequestFields, Text
+from cluster.openai.unsupported import UNSUPPORTED_IN_CHAT
 from cluster.text.chat_template import ChatTemplate
 from cluster.text_request import TextOptions
+from cluster.tools.call_structure import call_structure
+from cluster.tools.conversation import render_conversation
+from cluster.tools.tool_use import ToolMode, ToolUse, parse_tool_use
+from engine.structure.spec import Structure
+
+Messages = Annotated[list[Any], Field(min_length=1), WithJsonSchema(MESSAGES_SCHEMA)]
+Tools = Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)]
+ToolChoice = Annotated[Any, WithJsonSchema(TOOL_CHOICE_SCHEMA)]
 
 
 class ChatRequest(RequestFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Any], Field(min_length=1)]
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED_IN_CHAT
+
+    messages: Messages
     max_tokens: Annotated[Int, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=0)] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    response_format: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: variables for the template
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Flag | None = None
+    modalities: list[Text] | None = None
+    reasoning_effort: Text | None = None  # the template's business, where it has one
 
-    def render(self, template: ChatTemplate) -> str:
+    # vLLM's.
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
+    add_special_tokens: Flag | None = None  # absent: the template has put them in
+    chat_template_kwargs: dict[str, Any] | None = None  # variables for the template
+    documents: list[dict[str, Any]] | None = None  # one of them
+
+    def tool_use(self) -> ToolUse:
+        """What the model may do with tools.
+
+        Raises:
+            InvalidRequest: names the field.
+        """
+        return parse_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def render(self, template: ChatTemplate, tool_use: ToolUse) -> str:
         """The conversation as one prompt.
 
         Raises:
             InvalidRequest: messages that are none, or that the template refuses.
         """
-        return template.render(
+        if self.modalities and set(self.modalities) != {"text"}:
+            raise InvalidRequest('modalities must be ["text"]: this model writes text', param="modalities")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message is not allowed together with add_generation_prompt: the model goes on with "
+                "the last message, or begins one of its own",
+                param="continue_final_message",
+            )
+        own = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        return render_conversation(
+            template,
             parse_messages(self.messages),
-            tools=parse_tools(self.tools, self.tool_choice),
-            variables=self.chat_template_kwargs,
+            tool_use.tools,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            variables={name: value for name, value in own.items() if value is not None}
+            | (self.chat_template_kwargs or {}),
         )
 
-    def options(self) -> TextOptions:
+    def options(self, tool_use: ToolUse, markup_token_ids: tuple[int, ...] = ()) -> TextOptions:
         """How to continue the conversation.
+
+        Args:
+            markup_token_ids: special tokens that calls are written with.
 
         Raises:
             InvalidRequest: a combination that means nothing.
@@ -46,4 +91,22 @@ class ChatRequest(RequestFields):
             raise InvalidRequest("top_logprobs is allowed only with logprobs: true", param="top_logprobs")
         # max_tokens is the older name of the same thing.
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.text_options(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        return self.text_options(
+            max_tokens=max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+            structure=self._structure(tool_use),
+            shown_special_tokens=markup_token_ids if tool_use.mode is ToolMode.AUTO else (),
+        )
+
+    def _structure(self, tool_use: ToolUse) -> Structure | None:
+        asked = self.structure()
+        if asked is None:
+            return call_structure(tool_use)
+        if tool_use.mode is not ToolMode.NONE:
+            raise InvalidRequest(
+                'tools are not allowed for a text that is held to a structure, except with tool_choice "none": a call '
+                "has a structure of its own",
+                param="tools",
+            )
+        return asked

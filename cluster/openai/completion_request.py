@@ -1,11 +1,14 @@
 """What `/v1/completions` takes."""
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from cluster.errors import InvalidRequest
-from cluster.openai.request_fields import Flag, Int, RequestFields, Text, shorten, wrong
+from cluster.openai.request_fields import Flag, Int, RequestFields, Text, wrong
+from cluster.openai.unsupported import UNSUPPORTED_IN_COMPLETIONS
+from cluster.quotation import shorten
 from cluster.text_request import TextRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -62,6 +65,8 @@ Prompts = Annotated[
 class CompletionRequest(RequestFields):
     """The body of `/v1/completions`."""
 
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED_IN_COMPLETIONS
+
     prompt: Prompts
     max_tokens: Annotated[Int, Field(ge=0)] | None = None
     echo: Flag | None = None
@@ -82,14 +87,16 @@ class CompletionRequest(RequestFields):
                 param="best_of",
                 code="unsupported_parameter",
             )
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "logprobs together with echo is not supported: a prompt's tokens have no log-probabilities yet",
-                param="logprobs",
-                code="unsupported_parameter",
-            )
+        # Whoever wants the log-probabilities of a text that begins with the prompt wants the prompt's as well.
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        wanted = [number for number in asked if number is not None]
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        options = self.text_options(max_tokens=max_tokens, logprobs=self.logprobs)
+        options = self.text_options(
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=max(wanted) if wanted else None,
+            structure=self.structure(),
+        )
         return [
             TextRequest(
                 request_id=f"{request_id}-{number}",

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from cluster.openai.completion_request import CompletionRequest
-from cluster.openai.logprobs import CompletionLogprobs
+from cluster.openai.logprobs import CompletionLogprobs, Lists, prompt_logprobs
 from cluster.openai.reply import Json
 from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText, reported_stop
+from engine.executor import SampledToken
 from engine.tokenizer.tokenizer import Tokenizer
 
 
@@ -26,11 +27,12 @@ class CompletionShape:
     def chunk_choices(self, delta: TextDelta) -> Iterator[Json]:
         shows_tokens = self._request.logprobs is not None or self._request.return_token_ids
         is_first = delta.index not in self._begun
+        shows_prompt = self._request.echo or self._request.prompt_logprobs is not None
         if (
             delta.text
             or delta.finish_reason is not None
             or (shows_tokens and delta.tokens)
-            or (is_first and self._request.echo)
+            or (is_first and shows_prompt)
         ):
             yield self.whole_choice(delta)
 
@@ -38,11 +40,11 @@ class CompletionShape:
         prompt = self._prompts[delta.index]
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
-        text = self._prompt_text(prompt) + delta.text if is_first and self._request.echo else delta.text
+        echoed = self._prompt_text(prompt) if is_first and self._request.echo else None
         choice: Json = {
             "index": delta.index,
-            "text": text,
-            "logprobs": self._logprobs_of(delta),
+            "text": (echoed or "") + delta.text,
+            "logprobs": self._logprobs_of(delta, echoed),
             "finish_reason": delta.finish_reason.value if delta.finish_reason is not None else None,
             "stop_reason": reported_stop(delta.matched_stop, prompt.options),
         }
@@ -50,6 +52,10 @@ class CompletionShape:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
             if is_first:
                 choice["prompt_token_ids"] = list(prompt.prompt_token_ids)
+        if self._request.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, prompt.prompt_token_ids, _of_prompt(delta), self._request.prompt_logprobs
+            )
         return choice
 
     def _prompt_text(self, prompt: PlannedText) -> str:
@@ -58,7 +64,7 @@ class CompletionShape:
         skip = prompt.options.skip_special_tokens
         return self._tokenizer.decode(prompt.prompt_token_ids, skip_special_tokens=skip)
 
-    def _logprobs_of(self, delta: TextDelta) -> Json | None:
+    def _logprobs_of(self, delta: TextDelta, echoed: str | None) -> Json | None:
         if self._request.logprobs is None:
             return None
         lists = self._logprobs.get(delta.index)
@@ -66,7 +72,15 @@ class CompletionShape:
             lists = self._logprobs[delta.index] = CompletionLogprobs(
                 self._tokenizer,
                 self._request.logprobs,
-                offset=0,  # a prompt's text never stands before it: echo with logprobs is refused
                 skip_special_tokens=self._prompts[delta.index].options.skip_special_tokens,
+                by_id=bool(self._request.return_tokens_as_token_ids),
             )
-        return lists.push(delta.tokens)
+        if echoed is None:
+            return lists.push(delta.tokens)
+        before: Lists = lists.push_prompt(echoed, self._prompts[delta.index].prompt_token_ids, _of_prompt(delta))
+        return {name: before[name] + values for name, values in lists.push(delta.tokens).items()}
+
+
+def _of_prompt(delta: TextDelta) -> tuple[SampledToken, ...]:
+    assert delta.prompt_logprobs is not None, f"choice {delta.index} began without its prompt's log-probabilities"
+    return delta.prompt_logprobs

@@ -3,9 +3,10 @@
 JSON has no infinity: what a token's log-probability is when it was impossible is told as -9999.0, as OpenAI does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from cluster.openai.prompt_offsets import prompt_offsets
 from cluster.text.detokenizer import Detokenizer
 from engine.executor import SampledToken
 from engine.tokenizer.tokenizer import Tokenizer
@@ -13,17 +14,26 @@ from engine.tokenizer.tokenizer import Tokenizer
 IMPOSSIBLE = -9999.0
 
 
-def _number(logprob: float | None) -> float:
+def finite(logprob: float | None) -> float:
+    """A log-probability as JSON can say it."""
     # Written so that NaN is impossible as well.
     return logprob if logprob is not None and logprob > IMPOSSIBLE else IMPOSSIBLE
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[SampledToken], num_top: int) -> dict[str, Any]:
+def token_id_spelling(token_id: int) -> str:
+    """vLLM's `return_tokens_as_token_ids`: a token by its number."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[SampledToken], num_top: int, *, by_id: bool = False
+) -> dict[str, Any]:
     """Chat: one entry a token, each with its bytes."""
 
     def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": _number(logprob), "bytes": list(data)}
+        token = token_id_spelling(token_id) if by_id else data.decode("utf-8", "replace")
+        return {"token": token, "logprob": finite(logprob), "bytes": list(data)}
 
     return {
         "content": [
@@ -35,6 +45,34 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[SampledToken], num_top:
     }
 
 
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], tokens: Sequence[SampledToken], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each token of the prompt an object of token ids, its own and the best; null for the first.
+
+    A token's rank is known if it is among the best.
+
+    Args:
+        tokens: of the prompt, from the second on.
+    """
+
+    def entries(token: SampledToken) -> dict[str, Any]:
+        best: dict[int, tuple[float | None, int | None]] = {
+            token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top[:num_top], start=1)
+        }
+        best.setdefault(token.token_id, (token.logprob, None))
+        return {
+            str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+            for token_id, (logprob, rank) in best.items()
+        }
+
+    assert len(tokens) == len(prompt_token_ids) - 1, (len(tokens), len(prompt_token_ids))
+    return [None, *map(entries, tokens)]
+
+
+Lists = dict[str, list[Any]]
+
+
 class CompletionLogprobs:
     """Completions: four lists beside each other. Of one choice, from its first token on.
 
@@ -42,18 +80,38 @@ class CompletionLogprobs:
     that is a part of a character only is written `bytes:\\x..`, its bytes in hexadecimal, as OpenAI does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, *, offset: int, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, num_top: int, *, skip_special_tokens: bool, offset: int = 0, by_id: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._offset = offset
         self._text = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._spell: Callable[[int], str] = token_id_spelling if by_id else self._spelling
 
-    def push(self, tokens: Sequence[SampledToken]) -> dict[str, list[Any]]:
+    def push_prompt(self, text: str, token_ids: Sequence[int], tokens: Sequence[SampledToken]) -> Lists:
+        """The lists of a prompt that stands before the generated text; nothing is known of its first token.
+
+        Args:
+            text: the prompt, as it is shown.
+            token_ids: all of the prompt's.
+            tokens: the same, from the second on.
+        """
+        assert len(tokens) == len(token_ids) - 1, (len(tokens), len(token_ids))
+        self._offset = len(text)
+        return {
+            "text_offset": prompt_offsets(self._tokenizer, token_ids, text),
+            "token_logprobs": [None, *(finite(token.logprob) for token in tokens)],
+            "tokens": [self._spell(token_id) for token_id in token_ids],
+            "top_logprobs": [None, *map(self._top, tokens)],
+        }
+
+    def push(self, tokens: Sequence[SampledToken]) -> Lists:
         """The next tokens' lists."""
-        lists: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        lists: Lists = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token in tokens:
             lists["text_offset"].append(self._offset)
-            lists["token_logprobs"].append(_number(token.logprob))
+            lists["token_logprobs"].append(finite(token.logprob))
             lists["tokens"].append(self._spell(token.token_id))
             lists["top_logprobs"].append(self._top(token))
             self._offset += len(self._text.push([token.token_id]))
@@ -63,10 +121,10 @@ class CompletionLogprobs:
         """The best tokens and the sampled one; of two that are spelled alike the better."""
         top: dict[str, float] = {}
         for token_id, logprob in (*token.top[: self._num_top], (token.token_id, token.logprob)):
-            top.setdefault(self._spell(token_id), _number(logprob))
+            top.setdefault(self._spell(token_id), finite(logprob))
         return top
 
-    def _spell(self, token_id: int) -> str:
+    def _spelling(self, token_id: int) -> str:
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode("utf-8")

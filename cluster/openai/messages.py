@@ -5,11 +5,10 @@ an object. Clients write content as a list of parts, leave it null beside tool c
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
-from cluster.openai.request_fields import shorten
+from cluster.quotation import shorten
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # What OpenAI calls developer, models were trained to know as system.
@@ -37,14 +36,15 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             f"{where}.role must be one of {', '.join(ROLES)}, not {shorten(role)}", param=f"{where}.role"
         )
     out: dict[str, Any] = {"role": _TEMPLATE_ROLE.get(role, role)}
-    calls = message.get("tool_calls")
-    if role == "assistant" and calls:
-        out["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
+    calls = _calls(message, where) if role == "assistant" else []
+    if calls:
+        out["tool_calls"] = calls
     content = message.get("content")
     if content is None:
-        if not (role == "assistant" and (calls or message.get("function_call") or message.get("refusal"))):
+        refusal = message.get("refusal") if role == "assistant" else None
+        if not calls and not isinstance(refusal, str):
             raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-        content = ""
+        content = refusal or ""
     out["content"] = _text(content, f"{where}.content")
     if role == "assistant" and isinstance(message.get("reasoning_content"), str):
         out["reasoning_content"] = message["reasoning_content"]
@@ -75,18 +75,30 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, in their newer or their older form."""
+    calls = message.get("tool_calls")
+    if not calls:
+        old = message.get("function_call")
+        return [_call(None, old, f"{where}.function_call")] if old else []
+    where = f"{where}.tool_calls"
     if not isinstance(calls, list):
         raise InvalidRequest(f"{where} must be a list, not {shorten(calls)}", param=where)
-    return [_tool_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+    found = []
+    for number, call in enumerate(calls):
+        if not isinstance(call, dict):
+            raise InvalidRequest(
+                f"{where}[{number}] must be an object, not {shorten(call)}", param=f"{where}[{number}]"
+            )
+        found.append(_call(call.get("id"), call.get("function"), f"{where}[{number}].function"))
+    return found
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
+def _call(call_id: Any, function: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{where} must have a function with a name", param=f"{where}.function")
+        raise InvalidRequest(f"{where} must be an object with a name, not {shorten(function)}", param=where)
     return {
-        "id": call.get("id"),
+        "id": call_id,
         "type": "function",
         "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"))},
     }
@@ -101,26 +113,3 @@ def _arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments  # the model wrote no JSON; its words stand as they are
     return parsed if isinstance(parsed, dict) else arguments
-
-
-def parse_tools(value: Any, tool_choice: Any) -> Sequence[Mapping[str, Any]]:
-    """The tools that the template is told of.
-
-    Raises:
-        InvalidRequest: tools that the model should call: not available yet.
-    """
-    if value is not None and not isinstance(value, list):
-        raise InvalidRequest(f"tools must be a list, not {shorten(value)}", param="tools")
-    if tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            f"tool_choice {shorten(tool_choice)} is not supported: calling tools is not available yet",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if value and tool_choice != "none":
-        raise InvalidRequest(
-            'tools are not supported yet, except with tool_choice "none"', param="tools", code="unsupported_parameter"
-        )
-    if not all(isinstance(tool, dict) for tool in value or ()):
-        raise InvalidRequest("tools must hold objects", param="tools")
-    return value or ()

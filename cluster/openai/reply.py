@@ -19,6 +19,9 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import GenerationError
 from cluster.openai.disconnect import ClientDisconnected, until_disconnect
 from cluster.openai.error_replies import error_object_of
+from cluster.openai.reply_headers import reply_headers
+from cluster.openai.request_fields import UsageChunks
+from cluster.openai.usage import Usage
 from cluster.text_generator import TextDelta, TextGenerator
 from cluster.text_request import PlannedText
 
@@ -64,40 +67,8 @@ class Head:
         }
 
 
-class Usage:
-    """Counts the tokens of a call. A prompt counts once, however many choices continue it."""
-
-    def __init__(self, planned: Sequence[PlannedText]) -> None:
-        self._prompt_tokens = sum(len(prompt.prompt_token_ids) for prompt in planned)
-        self._completion_tokens = 0
-        self._cached_tokens: dict[int, int] = {}
-        # Index of each prompt's first choice: its cached tokens are the prompt's.
-        self._first_choices = set()
-        base = 0
-        for prompt in planned:
-            self._first_choices.add(base)
-            base += prompt.options.n
-
-    def add(self, delta: TextDelta) -> None:
-        self._completion_tokens += len(delta.tokens)
-        if delta.index in self._first_choices:
-            self._cached_tokens.setdefault(delta.index, delta.num_cached_tokens)
-
-    def json(self) -> Json:
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
-        }
-
-
 class Call:
-    """A planned call: runs it, and answers its request.
-
-    Args:
-        wants_usage: a stream ends with the usage.
-    """
+    """A planned call: runs it, and answers its request."""
 
     def __init__(
         self,
@@ -106,14 +77,14 @@ class Call:
         head: Head,
         shape: Shape,
         *,
-        wants_usage: bool = False,
+        usage_chunks: UsageChunks = UsageChunks.NONE,
     ) -> None:
         self._text = text
         self._planned = planned
         self._head = head
         self._shape = shape
         self._usage = Usage(planned)
-        self._wants_usage = wants_usage
+        self._usage_chunks = usage_chunks
 
     async def whole(self, request: Request) -> Response:
         """One object with all choices."""
@@ -124,7 +95,7 @@ class Call:
         body = self._head.json(self._shape.whole_object)
         body["choices"] = [self._shape.whole_choice(delta) for delta in deltas]
         body["usage"] = self._usage.json()
-        return JSONResponse(body, headers=_worker_headers(deltas[0]))
+        return JSONResponse(body, headers=self.headers(deltas[0]))
 
     def stream(self) -> Response:
         """Server-sent events; the response runs the call."""
@@ -140,13 +111,18 @@ class Call:
 
     def usage_event(self) -> Json | None:
         """The event after the last choice's end, if it was asked for."""
-        return self._chunk([], self._usage.json()) if self._wants_usage else None
+        return None if self._usage_chunks is UsageChunks.NONE else self._chunk([])
 
-    def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
+    def headers(self, delta: TextDelta) -> dict[str, str]:
+        """Of the reply; `delta` is of the first choice, or the first of all."""
+        return reply_headers(delta, self._usage.cached_tokens)
+
+    def _chunk(self, choices: list[Json]) -> Json:
         event = self._head.json(self._shape.chunk_object)
         event["choices"] = choices
-        if self._wants_usage:
-            event["usage"] = usage
+        if self._usage_chunks is not UsageChunks.NONE:
+            tells = not choices or self._usage_chunks is UsageChunks.ALL
+            event["usage"] = self._usage.json() if tells else None
         return event
 
     async def _collect(self) -> list[TextDelta]:
@@ -165,16 +141,8 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
         last,
         text="".join(delta.text for delta in deltas),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )
-
-
-def _worker_headers(delta: TextDelta) -> dict[str, str]:
-    headers = {}
-    if delta.prefill_worker is not None:
-        headers["x-tandem-prefill-worker"] = delta.prefill_worker
-    if delta.decode_worker is not None:
-        headers["x-tandem-decode-worker"] = delta.decode_worker
-    return headers
 
 
 class _EventStream(Response):
@@ -220,7 +188,7 @@ class _EventStream(Response):
         if self._is_started:
             return
         self._is_started = True
-        self.headers.update(_worker_headers(delta))
+        self.headers.update(self._call.headers(delta))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _send(self, send: Send, event: Json) -> None:

@@ -5,13 +5,19 @@ clients send all sorts of them; but a field that asks for something that cannot 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeVar
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from cluster.errors import InvalidRequest
-from cluster.text_request import MAX_CHOICES, TextOptions
+from cluster.openai.field_schemas import RESPONSE_FORMAT_SCHEMA
+from cluster.openai.structure_fields import STRUCTURE_FIELDS, requested_structure
+from cluster.openai.unsupported import UNSUPPORTED, refuse_unsupported
+from cluster.quotation import shorten
+from cluster.text_request import MAX_CHOICES, MAX_LOGPROBS, TextOptions
+from engine.structure.spec import Structure
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -75,16 +81,31 @@ LogitBias = Annotated[
 ]
 
 
+ResponseFormat = Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
+JsonSchema = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]})]
+
+
+class UsageChunks(Enum):
+    """Which chunks of a stream tell the usage."""
+
+    NONE = "none"
+    LAST = "last"  # one of its own, after all others
+    ALL = "all"  # and each other tells what it has come to so far
+
+
 class StreamOptions(BaseModel):
     """What a stream tells beside the text."""
 
     include_usage: Flag | None = None
+    include_obfuscation: Flag | None = None  # OpenAI's padding of events; there is none here
+    continuous_usage_stats: Flag | None = None  # vLLM's: with every chunk, what it has come to so far
 
 
 class RequestFields(BaseModel):
     """Fields of `/v1/completions` and `/v1/chat/completions` alike."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
 
     model: Text
     n: Annotated[Int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -111,15 +132,29 @@ class RequestFields(BaseModel):
     cache_salt: Text | None = None
     priority: Int | None = None
     return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    request_id: Annotated[Text, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None  # shown as the reply's id
+
+    # What the text is held to: see `structure_fields`.
+    response_format: ResponseFormat = None
+    guided_json: JsonSchema = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
 
     @property
-    def wants_usage(self) -> bool:
-        """Whether the stream ends with a chunk that tells the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage_chunks(self) -> UsageChunks:
+        """Which chunks of a stream tell the usage."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return UsageChunks.NONE
+        return UsageChunks.ALL if options.continuous_usage_stats else UsageChunks.LAST
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -128,10 +163,7 @@ class RequestFields(BaseModel):
         Raises:
             InvalidRequest: names the field, its value and what is allowed.
         """
-        for name, reason in UNSUPPORTED.items():
-            if body.get(name):
-                raise InvalidRequest(f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
-        _check_response_format(body.get("response_format"))
+        refuse_unsupported(body, cls.unsupported)
         if not body.get("stream") and body.get("stream_options") is not None:
             raise InvalidRequest("stream_options is allowed only with stream: true", param="stream_options")
         try:
@@ -139,8 +171,33 @@ class RequestFields(BaseModel):
         except ValidationError as exc:
             raise problem(exc.errors(include_url=False)[0]) from exc
 
-    def text_options(self, *, max_tokens: int | None, logprobs: int | None) -> TextOptions:
-        """How to continue a prompt."""
+    def structure(self) -> Structure | None:
+        """What the text is held to.
+
+        Raises:
+            InvalidRequest: names the field.
+        """
+        return requested_structure({name: getattr(self, name) for name in STRUCTURE_FIELDS})
+
+    def text_options(
+        self,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        structure: Structure | None,
+        shown_special_tokens: tuple[int, ...] = (),
+    ) -> TextOptions:
+        """How to continue a prompt.
+
+        Raises:
+            InvalidRequest: a combination that means nothing.
+        """
+        if structure is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos is not allowed for a text that is held to a structure: where that is complete, it ends",
+                param="ignore_eos",
+            )
         return TextOptions(
             n=self.num_choices,
             max_tokens=max_tokens,
@@ -155,52 +212,21 @@ class RequestFields(BaseModel):
             logit_bias=self.logit_bias,
             seed=self.seed,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structure=structure,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=_or(self.skip_special_tokens, True),
+            shown_special_tokens=shown_special_tokens,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
         )
 
 
-_NO_STRUCTURE = "output cannot be held to a structure yet"
-
-UNSUPPORTED = {
-    "functions": "calling functions is not available yet",
-    "audio": "this model writes text",
-    "suffix": "this model cannot fill in",
-    "use_beam_search": "sequences are sampled",
-    "guided_json": _NO_STRUCTURE,
-    "guided_regex": _NO_STRUCTURE,
-    "guided_choice": _NO_STRUCTURE,
-    "guided_grammar": _NO_STRUCTURE,
-    "structured_outputs": _NO_STRUCTURE,
-}
-
-
-def _check_response_format(form: Any) -> None:
-    if form is None:
-        return
-    if not isinstance(form, dict) or not isinstance(form.get("type"), str):
-        raise InvalidRequest("response_format must be an object with a type", param="response_format")
-    if form["type"] != "text":
-        raise InvalidRequest(
-            f"response_format of type {shorten(form['type'])} is not supported: {_NO_STRUCTURE}",
-            param="response_format",
-            code="unsupported_parameter",
-        )
-
-
 def _or(value: V | None, default: V) -> V:
     return default if value is None else value
-
-
-def shorten(value: object, limit: int = 60) -> str:
-    """A value for a message."""
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"
 
 
 def _sentence(error: ErrorDetails) -> str:
@@ -210,6 +236,8 @@ def _sentence(error: ErrorDetails) -> str:
             return error["msg"]
         case "too_short":
             return f"must have at least {error['ctx']['min_length']} item"  # no list here needs more
+        case "string_pattern_mismatch":
+            return f"must match {error['ctx']['pattern']}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return "must be an object"
     return error["msg"].replace("Input should be", "must be")

@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
 from cluster.errors import InvalidRequest
-from cluster.openai.messages import parse_messages, parse_tools
+from cluster.openai.chat_request import Tools
+from cluster.openai.field_schemas import MESSAGES_SCHEMA
+from cluster.openai.messages import parse_messages
 from cluster.openai.request_fields import Flag, Int, Text, problem
 from cluster.openai.server import ApiServer
+from cluster.tools.conversation import render_conversation
+from cluster.tools.tool import parse_tools
 
 
 class _TokenFields(BaseModel):
@@ -27,10 +31,11 @@ class TokenizeRequest(_TokenFields):
     """A text, or a conversation as the model would see it."""
 
     prompt: Text | None = None
-    messages: Annotated[list[Any], Field(min_length=1)] | None = None
+    messages: Annotated[list[Any], Field(min_length=1), WithJsonSchema(MESSAGES_SCHEMA)] | None = None
     add_special_tokens: Flag | None = None  # absent: to a prompt, but not to a conversation
     add_generation_prompt: Flag = True
-    tools: list[Any] | None = None
+    continue_final_message: Flag = False
+    tools: Tools = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: Flag = False
 
@@ -50,10 +55,12 @@ async def tokenize(server: ApiServer, fields: TokenizeRequest) -> dict[str, Any]
     if fields.prompt is not None:
         text, field, adds = fields.prompt, "prompt", True
     else:
-        text = server.template().render(
+        text = render_conversation(
+            server.template(),
             parse_messages(fields.messages),
-            tools=parse_tools(fields.tools, "none"),
+            parse_tools(fields.tools),
             add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
             variables=fields.chat_template_kwargs,
         )
         field, adds = "messages", False

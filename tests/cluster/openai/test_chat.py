@@ -123,25 +123,45 @@ async def test_message_that_is_none_is_refused_by_its_place(messages: Any, param
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"response_format": "json"}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tools": 5}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"echo": True}, "echo"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_what_is_not_available_yet_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
+async def test_what_cannot_be_done_is_refused_by_its_name(fields: dict[str, Any], param: str) -> None:
     error = error_of(await Api().chat("Hi", **fields), 400)
     assert error["param"] == param
     assert param in error["message"]
 
 
-async def test_text_response_format_is_no_demand() -> None:
-    assert (await Api().chat("Hi", max_tokens=1, response_format={"type": "text"})).status_code == 200
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"a": "b"}, "store": True, "user": "u", "safety_identifier": "s", "service_tier": "flex"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}},
+        {"reasoning_effort": "low", "verbosity": "low", "include_reasoning": True},
+        {"prediction": {"type": "content", "content": "x"}, "modalities": ["text"]},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"stop": None, "tools": None, "tool_choice": None, "response_format": None, "echo": False, "functions": []},
+        {"add_special_tokens": False, "add_generation_prompt": True, "spaces_between_special_tokens": True},
+        {"never_heard_of": {"x": [1]}},
+    ],
+)
+async def test_what_cannot_change_the_answer_is_passed_over(fields: dict[str, Any]) -> None:
+    api = Api()
+    assert (await api.chat("Hi", max_tokens=1, **fields)).status_code == 200
+    assert (await api.chat("Hi", max_tokens=1)).status_code == 200
+    with_fields, plain = api.generator.requests
+    assert with_fields.prompt_token_ids == plain.prompt_token_ids
 
 
 async def test_answer_goes_on_to_the_end_of_the_context_when_max_tokens_is_absent() -> None:
@@ -200,3 +220,35 @@ async def test_variables_reach_the_template() -> None:
     api = Api()
     plain = await prompt_of(api, "Hi")
     assert await prompt_of(api, "Hi", chat_template_kwargs={"enable_thinking": False}) == plain
+
+
+async def test_last_message_is_gone_on_from() -> None:
+    messages = [USER, {"role": "assistant", "content": "It is "}]
+    prompt = await prompt_of(Api(), messages, continue_final_message=True, add_generation_prompt=False)
+    assert prompt.endswith("<|im_start|>assistant\nIt is ")
+
+
+async def test_prompt_may_end_without_the_assistants_turn() -> None:
+    assert (await prompt_of(Api(), [USER], add_generation_prompt=False)).endswith("Hi<|im_end|>\n")
+
+
+async def test_going_on_and_beginning_anew_exclude_each_other() -> None:
+    reply = await Api().chat("Hi", continue_final_message=True, add_generation_prompt=True)
+    assert error_of(reply, 400)["param"] == "continue_final_message"
+
+
+async def test_client_finds_its_own_id_in_the_reply_and_workers_never_see_it_twice() -> None:
+    api = Api()
+    for _ in range(2):
+        assert (await api.chat("Hi", max_tokens=1, request_id="mine")).json()["id"] == "chatcmpl-mine"
+    assert len({request.request_id for request in api.generator.requests}) == 2
+    assert error_of(await api.chat("Hi", request_id="a b"), 400)["param"] == "request_id"
+
+
+async def test_past_call_in_its_old_form_is_the_same_prompt() -> None:
+    function = CALLS[0]["function"]
+    prompts = [
+        await prompt_of(Api(), [USER, {"role": "assistant", **call}, {"role": role, "name": "weather", "content": "x"}])
+        for call, role in (({"tool_calls": CALLS}, "tool"), ({"function_call": function}, "function"))
+    ]
+    assert prompts[0] == prompts[1]

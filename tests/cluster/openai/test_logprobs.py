@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.logprobs import CompletionLogprobs, chat_logprobs
+from cluster.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from cluster.openai.prompt_offsets import prompt_offsets
 from engine.executor import SampledToken
-from gateway_api import Api, embedded_tokenizer, error_of, events, says
+from gateway_api import Api, embedded_tokenizer, error_of, events, says, streamed_text
 
 
 @pytest.mark.parametrize("num_top", [0, 3])
@@ -107,9 +108,127 @@ async def test_completion_refuses_what_the_schema_does_not_have(logprobs: Any) -
     assert error_of(await Api().complete("Hi", max_tokens=1, logprobs=logprobs), 400)["param"] == "logprobs"
 
 
-async def test_log_probabilities_of_the_prompt_are_refused_clearly() -> None:
+def joined(chunks: list[dict[str, Any]], name: str) -> list[Any]:
+    """One of the four lists of a streamed completion."""
+    return [value for chunk in chunks for choice in chunk["choices"] for value in choice["logprobs"][name]]
+
+
+PROMPTS = ["Hello world, this", "é🍜<|im_start|>user\nx", "x", [19556, 905, 28], [240, 1, 17, 240, 159]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("max_tokens", [0, 3])
+async def test_echoed_prompt_has_its_log_probabilities_before_the_generated_ones(prompt: Any, max_tokens: int) -> None:
+    api, tokenizer = Api(), embedded_tokenizer()
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 2, "echo": True, "temperature": 0}
+    body = (await api.complete(prompt, **fields)).json()
+    choice = body["choices"][0]
+    lists = choice["logprobs"]
+    prompt_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    shown = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    assert choice["text"].startswith(shown)
+    assert {len(values) for values in lists.values()} == {len(prompt_ids) + max_tokens}
+    assert (lists["token_logprobs"][0], lists["top_logprobs"][0], lists["text_offset"][0]) == (None, None, 0)
+    assert all(isinstance(value, float) for value in lists["token_logprobs"][1:])
+    assert all(token in top for token, top in zip(lists["tokens"][1:], lists["top_logprobs"][1:], strict=True))
+    assert lists["text_offset"] == sorted(lists["text_offset"])
+    assert lists["text_offset"][len(prompt_ids) :][:1] == [len(shown)][:max_tokens]
+    assert body["usage"]["completion_tokens"] == max_tokens
+    if max_tokens == 0:
+        assert (choice["text"], choice["finish_reason"]) == (shown, "length")
+    chunks = events(await api.complete(prompt, stream=True, **fields))
+    assert {name: joined(chunks, name) for name in lists} == lists
+    assert streamed_text(chunks) == choice["text"]
+    assert len(chunks[0]["choices"][0]["logprobs"]["tokens"]) >= len(prompt_ids)
+
+
+async def test_tokens_of_an_echoed_text_stand_where_their_offsets_say() -> None:
+    prompt = "Hello <|im_start|>wörld, 10 🍜s"
+    choice = (await Api().complete(prompt, max_tokens=2, logprobs=0, echo=True)).json()["choices"][0]
+    for token, at in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][at : at + len(token)] == token
+
+
+async def test_offsets_of_every_choice_begin_anew() -> None:
+    body = (await Api().complete(["Hello world", "Hi"], n=2, max_tokens=1, logprobs=0, echo=True)).json()
+    offsets = [choice["logprobs"]["text_offset"] for choice in body["choices"]]
+    assert offsets == [[0, 5, 11], [0, 5, 11], [0, 2], [0, 2]]
+
+
+def test_special_token_that_was_put_before_the_prompt_takes_no_room_in_it() -> None:
+    tokenizer = embedded_tokenizer()
+    ids = tokenizer.encode("Hi there")
+    assert prompt_offsets(tokenizer, [1, *ids], "Hi there") == [0, 0, 2]
+    assert prompt_offsets(tokenizer, [1, *ids], "<|im_start|>Hi there") == [0, 12, 14]
+
+
+def test_space_that_sentencepiece_puts_before_a_text_takes_no_room_in_it() -> None:
+    tokenizer = embedded_tokenizer()
+    ids = tokenizer.encode(" Hello there")
+    assert prompt_offsets(tokenizer, ids, "Hello there") == [0, 5]
+    assert prompt_offsets(tokenizer, ids, " Hello there") == [0, 6]
+
+
+@pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
+async def test_log_probabilities_of_the_prompt_alone_are_vllms(is_chat: bool) -> None:
+    api, tokenizer = Api(), embedded_tokenizer()
+    send = api.chat if is_chat else api.complete
+    choice = (await send("Hello world, this", max_tokens=2, prompt_logprobs=2)).json()["choices"][0]
+    ids = api.generator.requests[0].prompt_token_ids
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(ids) - 1
+    for token_id, entries in zip(ids[1:], others, strict=True):
+        own = entries[str(token_id)]
+        assert own["decoded_token"] == tokenizer.token_text(token_id)
+        assert own["rank"] == 1, "the fake model's best is the token itself"
+        assert sorted(entry["rank"] for entry in entries.values()) == [1, 2]
+        assert all(entry["logprob"] <= 0 for entry in entries.values())
+    assert choice["logprobs"] is None
+    chunks = events(await send("Hello world, this", max_tokens=2, prompt_logprobs=2, stream=True))
+    told = [c["prompt_logprobs"] for chunk in chunks for c in chunk["choices"] if "prompt_logprobs" in c]
+    assert told == [choice["prompt_logprobs"]]
+
+
+def test_rank_of_a_token_that_is_not_among_the_best_is_not_known() -> None:
+    told = prompt_logprobs(embedded_tokenizer(), [5, 40], [SampledToken(40, -9.0, ((41, -0.1), (42, -math.inf)))], 2)
+    assert told == [
+        None,
+        {
+            "41": {"logprob": -0.1, "rank": 1, "decoded_token": embedded_tokenizer().token_text(41)},
+            "42": {"logprob": -9999.0, "rank": 2, "decoded_token": embedded_tokenizer().token_text(42)},
+            "40": {"logprob": -9.0, "rank": None, "decoded_token": embedded_tokenizer().token_text(40)},
+        },
+    ]
+
+
+async def test_more_of_the_prompts_log_probabilities_serve_both_who_ask() -> None:
     api = Api()
-    error = error_of(await api.complete("Hi", echo=True, logprobs=1), 400)
-    assert error["param"] == "logprobs"
-    assert "echo" in error["message"]
-    assert api.generator.requests == []
+    choice = (await api.complete("Hello world", max_tokens=1, logprobs=1, echo=True, prompt_logprobs=4)).json()[
+        "choices"
+    ][0]
+    assert api.generator.requests[0].params.prompt_logprobs == 4
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+    assert all(len(entries) in (4, 5) for entries in choice["prompt_logprobs"][1:])
+
+
+async def test_prompt_has_none_where_nobody_asks() -> None:
+    api = Api()
+    for fields in ({"logprobs": 1}, {"echo": True}, {}):
+        assert "prompt_logprobs" not in (await api.complete("Hi", max_tokens=1, **fields)).json()["choices"][0]
+    assert all(request.params.prompt_logprobs is None for request in api.generator.requests)
+
+
+@pytest.mark.parametrize("value", [-1, 21, True, "3"])
+async def test_number_of_the_prompts_log_probabilities_has_bounds(value: Any) -> None:
+    for send in (Api().chat, Api().complete):
+        assert error_of(await send("Hi", prompt_logprobs=value), 400)["param"] == "prompt_logprobs"
+
+
+async def test_tokens_are_told_by_number_when_they_are_asked_for_so() -> None:
+    fields: dict[str, Any] = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+    choice = (await Api(says("x")).complete("Hi", logprobs=1, **fields)).json()["choices"][0]
+    number = embedded_tokenizer().encode("x")[0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{number}"]
+    choice = (await Api(says("x")).chat("Hi", logprobs=True, **fields)).json()["choices"][0]
+    assert choice["logprobs"]["content"][0]["token"] == f"token_id:{number}"
