@@ -26,6 +26,7 @@ from cluster.placement import Bundle, PlacementGroup, own_cuda_device
 from cluster.worker_info import Role
 from cluster.worker_plan import PlannedWorker
 from worker.heap import settle_heap
+from worker.log import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class WorkerActor:
     """One worker in a process of its own. Light at birth: Ray makes it anew after a death; `start` loads the model."""
 
     def __init__(self, planned: PlannedWorker, *, on_node_address: bool, log_level: str) -> None:
-        logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        configure_logging(log_level, planned.config.log_format)
         # gRPC's own lines on every connection that ends; before it is imported.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         self._planned = planned

@@ -191,7 +191,10 @@ class ClusterConfig(BaseModel):
         DEFAULT_MAX_CONCURRENT, ge=1, description="Sequences in flight at the gateway, before more are refused (429)."
     )
     max_body_bytes: _Int = Field(
-        DEFAULT_MAX_BODY_BYTES, ge=1, description="Of an HTTP request's body (else 413), or of a gRPC message."
+        DEFAULT_MAX_BODY_BYTES,
+        ge=1,
+        le=2**31 - 1,
+        description="Of an HTTP request's body (else 413), or of a gRPC message.",
     )
     request_timeout_s: _Seconds = Field(600.0, description="Deadline of a request that brings none.")
     handoff_timeout_s: _Seconds = Field(120.0, description="Deadline of a hand-off whose request has none.")

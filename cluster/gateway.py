@@ -10,18 +10,21 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import grpc
-import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.access_log import write_access_line
+from cluster.api_keys import ApiKeys, read_api_keys
+from cluster.call_record import CallRecorder
 from cluster.config import ClusterConfig
+from cluster.grpc_authentication import GrpcAuthentication
+from cluster.grpc_calls import GrpcCalls
+from cluster.http_server import HttpServer, in_url, listen
 from cluster.membership import Membership
 from cluster.metrics import GatewayMetrics
 from cluster.openai.app import create_app
@@ -32,11 +35,12 @@ from cluster.scrape import ClusterScrape
 from cluster.service import GenerationService
 from cluster.text.chat_template import ChatTemplate
 from cluster.text_generator import TextGenerator
+from cluster.tls import gateway_tls
+from cluster.tracing import open_tracer
 from engine.model.locate import resolve_model
 from engine.tokenizer.tokenizer import Tokenizer
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 
@@ -44,6 +48,9 @@ class Gateway:
     """Serves the model of a `Membership`'s workers over HTTP and gRPC.
 
     `http_port` and `grpc_port` are known once `start` has returned.
+
+    Raises:
+        ConfigError: a file of keys or certificates is no good, or traces cannot be sent.
     """
 
     def __init__(self, config: ClusterConfig, membership: Membership) -> None:
@@ -53,11 +60,19 @@ class Gateway:
             max_resubmissions=config.max_repairs,
             timeout_s=config.request_timeout_s,
         )
-        self.generator = RoutedGenerator(membership, limits)
+        self.generator = RoutedGenerator(membership, limits, max_concurrent=config.max_concurrent_requests)
+        api_keys = read_api_keys(config)
+        # One that is taken, for whoever runs the gateway; None: it takes everybody.
+        self.api_key = api_keys[0] if api_keys else None
+        self._api_keys = ApiKeys(api_keys) if api_keys else None
+        self._tls = gateway_tls(config)
+        self._tracer = open_tracer(config)
+        sinks = [write_access_line] if self._tracer is None else [write_access_line, self._tracer.record]
+        self._calls = CallRecorder(sinks)
         self.http_port = 0
         self.grpc_port = 0
         self._scrape: ClusterScrape | None = None
-        self._http: _HttpServer | None = None
+        self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: grpc.aio.Server | None = None
         self._health: Any = None  # the package has no types
@@ -65,7 +80,8 @@ class Gateway:
     @property
     def base_url(self) -> str:
         """Of the HTTP API."""
-        return f"http://{_in_url(self._config.host)}:{self.http_port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{in_url(self._config.host)}:{self.http_port}"
 
     async def start(self) -> None:
         """Returns when requests can be served: a decode worker is ready, and both front doors are open.
@@ -74,7 +90,7 @@ class Gateway:
             OSError: a port cannot be had.
             FileNotFoundError, ValueError: the model has no tokenizer that can be read.
         """
-        listener = _listen(self._config.host, self._config.port)
+        listener = listen(self._config.host, self._config.port)
         try:
             loading = asyncio.to_thread(_load_text, resolve_model(self._config.model))
             (tokenizer, template), _ = await asyncio.gather(loading, self.generator.wait_ready())
@@ -92,39 +108,42 @@ class Gateway:
         )
         self._scrape = ClusterScrape(metrics.registry)
         text = TextGenerator(self.generator, tokenizer, metrics, clock=time.monotonic)
-        await self._open_grpc(GenerationService(text, version=version, clock=time.monotonic))
+        await self._open_grpc(GenerationService(text, version=version, clock=time.monotonic, chat_template=template))
         server = ApiServer(
-            text=text, scrape=self._scrape, version=version, created=int(time.time()), chat_template=template
+            text=text,
+            scrape=self._scrape,
+            version=version,
+            created=int(time.time()),
+            chat_template=template,
+            max_body_bytes=self._config.max_body_bytes,
+            api_keys=self._api_keys,
+            calls=self._calls,
         )
-        self._http = _HttpServer(
-            uvicorn.Config(
-                create_app(server),
-                lifespan="off",
-                log_config=None,  # logging belongs to the process
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=math.ceil(self._config.shutdown_timeout_s),
-            )
-        )
+        self._http = HttpServer(create_app(server), self._tls, math.ceil(self._config.shutdown_timeout_s))
         self._http_task = asyncio.create_task(self._http.serve([listener]), name="http")
         await self._http.wait_started(self._http_task)
         self.http_port = listener.getsockname()[1]
 
     async def _open_grpc(self, service: GenerationService) -> None:
+        doors = [] if self._api_keys is None else [GrpcAuthentication(self._api_keys)]
         server = grpc.aio.server(
+            interceptors=[GrpcCalls(self._calls), *doors],
             options=(
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", self._config.max_body_bytes),
+                ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a port shared
-            )
+            ),
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        address = f"{_in_url(self._config.host)}:{self._config.grpc_listen_port}"
+        address = f"{in_url(self._config.host)}:{self._config.grpc_listen_port}"
         try:
-            self.grpc_port = server.add_insecure_port(address)
+            if self._tls is None:
+                self.grpc_port = server.add_insecure_port(address)
+            else:
+                self.grpc_port = server.add_secure_port(address, self._tls.grpc_credentials())
         except RuntimeError as exc:
             raise OSError(f"cannot listen on {address} for gRPC: {exc}") from exc
         await server.start()
@@ -146,51 +165,8 @@ class Gateway:
             await http_task
         if self._scrape is not None:
             await self._scrape.close()
-
-
-class _HttpServer(uvicorn.Server):
-    """An HTTP server inside somebody else's loop: signals are not its business."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._has_started = asyncio.Event()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._has_started.set()
-
-    async def wait_started(self, serving: asyncio.Task[None]) -> None:
-        """Returns once connections are taken; raises what `serving` failed with."""
-        started = asyncio.ensure_future(self._has_started.wait())
-        await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
-        if serving.done():
-            await serving
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol spelled out, unlike `socket.create_server`: asyncio turns Nagle's algorithm off only for sockets
-    # that say they are TCP. Left on, it holds a reply's body back until the client's delayed acknowledgement: 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family is socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((host, port))
-        listener.listen()
-    except OSError as exc:
-        listener.close()
-        raise OSError(exc.errno, f"cannot listen on {_in_url(host)}:{port}: {exc.strerror}") from exc
-    return listener
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 def _load_text(path: Path) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from cluster.call_context import REQUEST_ID, CallContext, call_context
+from cluster.call_record import rename_call
 from cluster.errors import Cancelled, GenerationError
 from cluster.generation.choice import Choice
 from cluster.generation.metadata import Trailers, request_id_of, status_message
@@ -190,6 +191,7 @@ async def _answering(context: Context, own_id: str = "") -> AsyncIterator[tuple[
         own_id: the message's, which names the call if its metadata do not.
     """
     call = call_context((*(context.invocation_metadata() or ()), (REQUEST_ID, own_id)))
+    rename_call(call)
     trailers = Trailers(call.request_id)
     try:
         yield call, trailers

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 
+from cluster.call_record import recording
 from cluster.errors import GenerationError, InvalidRequest
 from cluster.generator import Generator, SequenceChunk, SequenceRequest, ServedModel, StageTimes
 from cluster.interleave import interleave
@@ -149,7 +150,7 @@ class TextGenerator:
                 finished, and the others are aborted.
         """
         sequences = [sequence for prompt in planned for sequence in prompt.sequences]
-        with ExitStack() as places:
+        with recording(planned) as record, ExitStack() as places:
             try:
                 places.enter_context(self.generator.admit(sequences))
             except GenerationError as error:
@@ -157,6 +158,7 @@ class TextGenerator:
                 raise
             async with aclosing(interleave(self._streams(planned))) as deltas:
                 async for delta in deltas:
+                    record(delta)
                     yield delta
 
     def _streams(self, planned: Sequence[PlannedText]) -> list[AsyncGenerator[TextDelta, None]]:

@@ -30,7 +30,7 @@ def configure_logging(level: str, log_format: LogFormat, stream: IO[str] | None 
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in _CHATTERERS:
         logging.getLogger(name).setLevel(logging.WARNING)
 

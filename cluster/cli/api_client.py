@@ -4,6 +4,7 @@ What `chat`, `bench` and `status` share. Nothing here is Tandem's own: any such 
 """
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,28 @@ class ServerError(Exception):
     """The server could not be reached, or answered with an error; the message is one sentence."""
 
 
+def trust(ca_file: str) -> ssl.SSLContext:
+    """For a server whose certificate was signed by one of these authorities.
+
+    Raises:
+        ServerError: the file cannot be read, or holds no certificates.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except ssl.SSLError as exc:
+        raise ServerError(f"{ca_file} holds no certificates in PEM") from exc
+    except OSError as exc:
+        raise ServerError(f"{ca_file} cannot be read: {exc.strerror}") from exc
+
+
+def trust_only(cert_file: str) -> ssl.SSLContext:
+    """For a server that must have this very certificate, whatever it is called and whoever signed it."""
+    context = ssl.create_default_context(cafile=cert_file)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """A streamed answer: its headers, then its chunks as parsed JSON."""
@@ -33,15 +56,24 @@ class ApiClient:
 
     Args:
         base_url: with or without a trailing `/v1`.
+        tls: what is believed of an https server; None: what the system believes.
         timeout_s: for connecting, and between two chunks of an answer.
     """
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             # The environment's web proxy does not know this machine's own servers.
             trust_env=urlsplit(self.base_url).hostname not in _THIS_MACHINE,
+            verify=tls or True,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             # An open-loop load must never wait for a connection to come free.
@@ -119,6 +151,11 @@ class ApiClient:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+            if (refused := _certificate_error(exc)) is not None:
+                raise ServerError(
+                    f"the certificate of {self.base_url} is not trusted: {refused.verify_message}; "
+                    "--ca-file names who is"
+                ) from exc
             raise ServerError(f"nothing answers at {self.base_url}; is a server running there?") from exc
         except httpx.TimeoutException as exc:
             raise ServerError(f"{self.base_url} did not answer in time") from exc
@@ -128,3 +165,10 @@ class ApiClient:
             raise ServerError(f"the connection to {self.base_url} broke: {exc or type(exc).__name__}") from exc
         except json.JSONDecodeError as exc:
             raise ServerError(f"{self.base_url} sent something that is not JSON") from exc
+
+
+def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The refusal of a certificate that led to `error`, if one did."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error

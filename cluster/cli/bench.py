@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cluster.cli.api_client import DEFAULT_BASE_URL, ApiClient, ServerError
+from cluster.cli.api_client import DEFAULT_BASE_URL, ApiClient, ServerError, trust
+from cluster.cli.client_flags import ApiKeyFlag, BaseUrlFlag, CaFileFlag
 from cluster.cli.errors import MISUSED, CommandError, fails_in_a_sentence
 from cluster.cli.goodput import Objectives
 from cluster.cli.load_report import Latency, LoadReport
@@ -21,7 +22,7 @@ from cluster.cli.open_loop import LoadConfig, RequestRecord, run_load
 
 @fails_in_a_sentence
 def bench(
-    base_url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = DEFAULT_BASE_URL,
+    base_url: BaseUrlFlag = DEFAULT_BASE_URL,
     model: Annotated[str | None, typer.Option(help="(default: the first that the server names)")] = None,
     num_prompts: Annotated[int, typer.Option(help="Requests to send.")] = 32,
     request_rate: Annotated[
@@ -39,7 +40,8 @@ def bench(
             help='What a good request keeps, in milliseconds: "ttft:2000 tpot:100 e2el:30000", or some of it.'
         ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key: ApiKeyFlag = None,
+    ca_file: CaFileFlag = None,
     timeout: Annotated[float, typer.Option(help="Seconds between two chunks of an answer.")] = 600.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here as well.")] = None,
 ) -> None:
@@ -59,7 +61,7 @@ def bench(
     except ValueError as exc:
         raise CommandError(str(exc), exit_code=MISUSED) from exc
     try:
-        model, records, duration_s = asyncio.run(_run(base_url, api_key, timeout, model, config))
+        model, records, duration_s = asyncio.run(_run(base_url, api_key, ca_file, timeout, model, config))
     except ServerError as exc:
         raise CommandError(str(exc)) from exc
     report = LoadReport.of(records, duration_s, objectives)
@@ -78,10 +80,11 @@ def bench(
 
 
 async def _run(
-    base_url: str, api_key: str | None, timeout_s: float, model: str | None, config: LoadConfig
+    base_url: str, api_key: str | None, ca_file: str | None, timeout_s: float, model: str | None, config: LoadConfig
 ) -> tuple[str, Sequence[RequestRecord], float]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    async with ApiClient(base_url, api_key=api_key, timeout_s=timeout_s) as client:
+    tls = None if ca_file is None else trust(ca_file)
+    async with ApiClient(base_url, api_key=api_key, tls=tls, timeout_s=timeout_s) as client:
         model = model or await client.model()
         # On stderr, so that stdout is the report alone.
         with Progress(*columns, console=Console(stderr=True)) as progress:

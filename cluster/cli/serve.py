@@ -7,7 +7,6 @@ fail in the same words.
 import asyncio
 import inspect
 import json
-import logging
 import math
 import os
 import shlex
@@ -24,6 +23,7 @@ from cluster.cli.errors import MISUSED, CommandError, fails_in_a_sentence
 from cluster.config import ClusterConfig, ConfigError, load_config
 from cluster.worker_info import WorkerInfo
 from cluster.worker_plan import WorkerPlan, plan_workers
+from worker.log import configure_logging
 
 if TYPE_CHECKING:
     from cluster.cli.serving import Serving
@@ -47,7 +47,9 @@ def _flag(name: str, schema: dict[str, Any]) -> inspect.Parameter:
     default = "" if "(default: " in schema["description"] else f" (default: {schema['default']})"
     flag, text = f"--{name.replace('_', '-')}", schema["description"] + default
     annotation: Any
-    if kind.get("type") == "boolean":
+    if kind.get("type") == "array":
+        annotation = Annotated[list[str] | None, typer.Option(flag, help=text, metavar="<str>")]
+    elif kind.get("type") == "boolean":
         annotation = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text)]
     else:
         metavar = "|".join(kind["enum"]) if "enum" in kind else _TYPE_NAMES[kind["type"]]
@@ -61,7 +63,7 @@ def serve(
     config_file: Annotated[
         Path | None, typer.Option("--config", help="YAML; its keys are the flags below, which win.")
     ] = None,
-    **flags: str | bool | None,
+    **flags: str | bool | list[str] | None,
 ) -> None:
     """Serve a model: start the workers and the gateway, and say how to talk to them."""
     try:
@@ -71,7 +73,7 @@ def serve(
         raise CommandError(*exc.problems, exit_code=MISUSED) from exc
     if config.device == "cuda" and not config.joins_cluster:
         _require_gpus(plan)
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    configure_logging(config.log_level, config.log_format)
     # gRPC's own lines on every connection that ends; before it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     asyncio.run(_serve(config, plan))
@@ -116,7 +118,10 @@ async def _serve(config: ClusterConfig, plan: WorkerPlan) -> None:
     # Here, not above: the other commands need not wait for it.
     from cluster.cli.serving import Serving
 
-    serving = Serving(config, plan, on_ray_started=take_signals)
+    try:
+        serving = Serving(config, plan, on_ray_started=take_signals)
+    except ConfigError as exc:
+        raise CommandError(*exc.problems, exit_code=MISUSED) from exc
     expect_losses = serving.membership.expect_losses
     try:
         with notes.status(f"Starting {_count(plan)} of {config.model_name}"):
@@ -169,8 +174,20 @@ def _announce(console: Console, config: ClusterConfig, plan: WorkerPlan, serving
     console.print("\n[bold green]Tandem is ready.[/]")
     console.print(table)
     # Plainly, and on one line: it is there to be copied.
-    console.print(f"\nAsk it:\n{curl_line(base_url, model.served_model_name)}", markup=False, soft_wrap=True)
-    console.print(f"or: tandem chat --base-url {base_url}\n", markup=False, soft_wrap=True)
+    options, flags = _client_options(config, serving)
+    console.print(f"\nAsk it:\n{curl_line(base_url, model.served_model_name, options)}", markup=False, soft_wrap=True)
+    console.print(f"or: tandem chat --base-url {base_url}{flags}\n", markup=False, soft_wrap=True)
+
+
+def _client_options(config: ClusterConfig, serving: "Serving") -> tuple[str, str]:
+    """What curl and our own clients need besides; a key is never shown, only where it goes."""
+    options, flags = "", ""
+    if serving.gateway.api_key is not None:
+        options += '-H "Authorization: Bearer $TANDEM_API_KEY" '
+    if config.tls_cert_file is not None:
+        options += "--cacert <ca.pem> "
+        flags += " --ca-file <ca.pem>"
+    return options, flags
 
 
 def pool_sizes(workers: Sequence[WorkerInfo]) -> str:
@@ -184,8 +201,12 @@ def pool_sizes(workers: Sequence[WorkerInfo]) -> str:
     return f"{blocks} of {least.block_size} tokens a worker ({gibibytes} GiB)"
 
 
-def curl_line(base_url: str, model: str) -> str:
-    """A first request, for a shell."""
+def curl_line(base_url: str, model: str, options: str = "") -> str:
+    """A first request, for a shell.
+
+    Args:
+        options: of curl, as a shell reads them.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -193,7 +214,7 @@ def curl_line(base_url: str, model: str) -> str:
         "temperature": 0,
     }
     return (
-        f"curl {shlex.quote(f'{base_url}/v1/chat/completions')} -H 'Content-Type: application/json' "
+        f"curl {shlex.quote(f'{base_url}/v1/chat/completions')} -H 'Content-Type: application/json' {options}"
         f"-d {shlex.quote(json.dumps(body))}"
     )
 

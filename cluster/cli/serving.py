@@ -12,12 +12,13 @@ from collections.abc import Callable
 import httpx
 
 from cluster.channel import ChannelConfig
-from cluster.cli.api_client import ApiClient
+from cluster.cli.api_client import ApiClient, trust_only
 from cluster.config import ClusterConfig
 from cluster.fleet import Fleet, FleetError
 from cluster.gateway import Gateway
 from cluster.membership import Membership
 from cluster.router import RouterConfig
+from cluster.tls import internal_tls
 from cluster.worker_link import LinkConfig
 from cluster.worker_plan import WorkerPlan
 
@@ -32,6 +33,9 @@ class Serving:
 
     Args:
         on_ray_started: called once; Ray takes over the signals of whoever starts it, who may want them back.
+
+    Raises:
+        ConfigError: a file of keys or certificates is no good, or traces cannot be sent.
     """
 
     def __init__(self, config: ClusterConfig, plan: WorkerPlan, on_ray_started: Callable[[], None]) -> None:
@@ -40,7 +44,11 @@ class Serving:
         self._on_ray_started = on_ray_started
         self.membership = Membership(
             RouterConfig(max_local_prefill_tokens=config.max_local_prefill_tokens),
-            LinkConfig(channel=ChannelConfig(config.keepalive_s, keepalive_timeout_s=2 * config.keepalive_s)),
+            LinkConfig(
+                channel=ChannelConfig(
+                    config.keepalive_s, keepalive_timeout_s=2 * config.keepalive_s, tls=internal_tls(config)
+                )
+            ),
         )
         self.gateway = Gateway(config, self.membership)
         self._ray: asyncio.Future[None] | None = None
@@ -140,8 +148,14 @@ class Serving:
         """Through the front door and all the way: what is announced as ready has been seen to work."""
         num_tokens = min(self._config.max_local_prefill_tokens + _FIRST_TOKENS, self._plan.engine.max_model_len // 2)
         payload = {"model": self._config.model_name, "prompt": " a" * num_tokens, "max_tokens": 1, "temperature": 0}
+        cert_file = self._config.tls_cert_file
         async with (
-            ApiClient(self.base_url, timeout_s=self._config.request_timeout_s) as client,
+            ApiClient(
+                self.base_url,
+                api_key=self.gateway.api_key,
+                tls=None if cert_file is None else trust_only(cert_file),
+                timeout_s=self._config.request_timeout_s,
+            ) as client,
             client.stream("/v1/completions", payload) as stream,
         ):
             async for _ in stream.chunks:

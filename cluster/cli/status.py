@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated
 
 import typer
@@ -14,7 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cluster.cli.api_client import DEFAULT_BASE_URL, ApiClient, ServerError
+from cluster.cli.api_client import DEFAULT_BASE_URL, ApiClient, ServerError, trust
+from cluster.cli.client_flags import ApiKeyFlag, CaFileFlag
 from cluster.cli.errors import CommandError, fails_in_a_sentence
 
 
@@ -88,11 +90,13 @@ def worker_rows(metrics: str) -> list[WorkerRow]:
 @fails_in_a_sentence
 def status(
     base_url: Annotated[str, typer.Option(help="Of the gateway.")] = DEFAULT_BASE_URL,
+    api_key: ApiKeyFlag = None,
+    ca_file: CaFileFlag = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show a cluster's workers, their blocks and their hit rates."""
     try:
-        ready, metrics = asyncio.run(_fetch(base_url))
+        ready, metrics = asyncio.run(_fetch(base_url, api_key, ca_file))
     except ServerError as exc:
         raise CommandError(str(exc)) from exc
     rows = worker_rows(metrics)
@@ -102,9 +106,12 @@ def status(
         _print(Console(), base_url, ready, rows)
 
 
-async def _fetch(base_url: str) -> tuple[bool, str]:
-    async with ApiClient(base_url, timeout_s=10.0) as client:
+async def _fetch(base_url: str, api_key: str | None, ca_file: str | None) -> tuple[bool, str]:
+    tls = None if ca_file is None else trust(ca_file)
+    async with ApiClient(base_url, api_key=api_key, tls=tls, timeout_s=10.0) as client:
         health, metrics = await asyncio.gather(client.get("/health"), client.get("/metrics"))
+    if metrics.status_code == HTTPStatus.UNAUTHORIZED:
+        raise ServerError(f"{client.base_url} wants an API key: --api-key, or TANDEM_API_KEY")
     if metrics.is_error:
         raise ServerError(f"{client.base_url} has no metrics (status {metrics.status_code}); is it a Tandem gateway?")
     return health.is_success, metrics.text

@@ -3,12 +3,14 @@
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster.api_keys import ApiKeys
+from cluster.call_record import CallRecorder
+from cluster.config import DEFAULT_MAX_BODY_BYTES
 from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.generator import Generator
 from cluster.openai.reply import Head
-from cluster.openai.request_fields import DEFAULT_MAX_BODY_BYTES
 from cluster.scrape import ClusterScrape
 from cluster.text.chat_template import ChatTemplate
 from cluster.text_generator import TextGenerator
@@ -25,6 +27,8 @@ class ApiServer:
     created: int  # when the model was first served, seconds since 1970
     chat_template: ChatTemplate | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    api_keys: ApiKeys | None = None  # None: everybody may come in
+    calls: CallRecorder = field(default_factory=CallRecorder)
     wall_clock: Callable[[], float] = time.time
 
     @property
@@ -60,14 +64,10 @@ class ApiServer:
             raise InvalidRequest(f"the model {self.model_name!r} has no chat template: use /v1/completions")
         return self.chat_template
 
-    def new_id(self, prefix: str) -> str:
-        """An id that no other call has."""
-        return f"{prefix}-{uuid.uuid4().hex}"
-
-    def head(self, prefix: str, given_id: str | None = None) -> Head:
-        """The head of a new call's objects; a client that gives its calls ids finds them again in it."""
+    def head(self, prefix: str) -> Head:
+        """The head of a new call's objects."""
         return Head(
-            id=self.new_id(prefix) if given_id is None else f"{prefix}-{given_id}",
+            id=f"{prefix}-{uuid.uuid4().hex}",
             created=int(self.wall_clock()),
             model=self.model_name,
             system_fingerprint=f"fp_{self.text.model.fingerprint.hex()[:12]}",

@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.config import ClusterConfig
-from cluster.gateway import Gateway, _listen
+from cluster.gateway import Gateway
+from cluster.http_server import listen
 from cluster.membership import Membership
 from cluster.router import RouterConfig
 from decode_worker import DecodeWorker
@@ -153,7 +154,7 @@ async def test_small_replies_are_sent_without_waiting_for_acknowledgements() -> 
         no_delay.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         writer.close()
 
-    listener = _listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     async with await asyncio.start_server(accept, sock=listener):
         _, writer = await asyncio.open_connection(*listener.getsockname())
         assert await no_delay
