@@ -20,6 +20,7 @@ from cluster.openai.server import ApiServer
 from cluster.openai.token_endpoints import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from cluster.scrape import discovery_targets
 from cluster.text_request import TextRequest
+from cluster.tools.call_style import call_style, markup_token_ids
 
 _PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,27 +42,29 @@ def _add_generation(app: FastAPI, server: ApiServer) -> None:
     async def completions(request: Request) -> Response:
         fields = CompletionRequest.parse(await read_object(request, server.max_body_bytes))
         server.check_model(fields.model)
-        head = server.head("cmpl")
-        planned = await server.text.plan_all(fields.text_requests(head.id))
+        planned = await server.text.plan_all(fields.text_requests(server.new_id("cmpl")))
+        head = server.head("cmpl", fields.request_id)
         shape = CompletionShape(fields, planned, server.text.tokenizer)
-        call = Call(server.text, planned, head, shape, wants_usage=fields.wants_usage)
+        call = Call(server.text, planned, head, shape, usage_chunks=fields.usage_chunks)
         return call.stream() if fields.stream else await call.whole(request)
 
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         fields = ChatRequest.parse(await read_object(request, server.max_body_bytes))
         server.check_model(fields.model)
-        head = server.head("chatcmpl")
+        template, tool_use = server.template(), fields.tool_use()
+        style = call_style(template.source)
         text = TextRequest(
-            request_id=head.id,
-            prompt=fields.render(server.template()),
-            options=fields.options(),
-            add_special_tokens=False,  # they are in the template
+            request_id=server.new_id("chatcmpl"),
+            prompt=fields.render(template, tool_use),
+            options=fields.options(tool_use, markup_token_ids(server.text.tokenizer, style)),
+            add_special_tokens=bool(fields.add_special_tokens),
             prompt_field="messages",
         )
         planned = await server.text.plan(text)
-        shape = ChatShape(fields, planned, server.text.tokenizer)
-        call = Call(server.text, [planned], head, shape, wants_usage=fields.wants_usage)
+        head = server.head("chatcmpl", fields.request_id)
+        shape = ChatShape(fields, planned, server.text.tokenizer, tool_use, style)
+        call = Call(server.text, [planned], head, shape, usage_chunks=fields.usage_chunks)
         return call.stream() if fields.stream else await call.whole(request)
 
 

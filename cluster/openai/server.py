@@ -64,10 +64,14 @@ class ApiServer:
             raise InvalidRequest(f"the model {self.model_name!r} has no chat template: use /v1/completions")
         return self.chat_template
 
-    def head(self, prefix: str) -> Head:
-        """The head of a new call's objects."""
+    def new_id(self, prefix: str) -> str:
+        """An id that no other call has."""
+        return f"{prefix}-{uuid.uuid4().hex}"
+
+    def head(self, prefix: str, given_id: str | None = None) -> Head:
+        """The head of a new call's objects; a client that gives its calls ids finds them again in it."""
         return Head(
-            id=f"{prefix}-{uuid.uuid4().hex}",
+            id=self.new_id(prefix) if given_id is None else f"{prefix}-{given_id}",
             created=int(self.wall_clock()),
             model=self.model_name,
             system_fingerprint=f"fp_{self.text.model.fingerprint.hex()[:12]}",
