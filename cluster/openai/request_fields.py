@@ -25,8 +25,6 @@ Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 V = TypeVar("V")
 
-DEFAULT_MAX_BODY_BYTES = 8 * 2**20
-
 
 def wrong(message: str) -> PydanticCustomError:
     """A value that is not allowed; `message` goes on from the field's name."""
