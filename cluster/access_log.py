@@ -19,9 +19,10 @@ def write_access_line(record: CallRecord) -> None:
         "client_gone": record.client_gone,
     }
     words = [f"{record.method} {record.path} {record.status} in {record.duration_s:.3f} s"]
-    if record.call_id is not None:
+    if record.generation_id is not None:
         fields |= {
-            "call_id": record.call_id,
+            "generation_id": record.generation_id,
+            "answer_id": record.answer_id,
             "prompt_tokens": record.num_prompt_tokens,
             "completion_tokens": record.num_completion_tokens,
             "cached_tokens": record.num_cached_tokens,

@@ -50,7 +50,8 @@ class CallRecord:
     client_gone: bool = False  # it left before the end
     error: Exception | None = None
     # Of a call that generates:
-    call_id: str | None = None  # what the answer's objects are called
+    generation_id: str | None = None  # in the ids that its workers know it by
+    answer_id: str | None = None  # what the answer's objects are called
     options: "TextOptions | None" = None
     num_choices: int = 0
     num_prompt_tokens: int = 0  # a prompt counts once, however many choices continue it
@@ -72,7 +73,7 @@ class CallRecord:
 
     def planned(self, prompts: "Sequence[PlannedText]") -> None:
         """What the call asks for."""
-        self.call_id, self.options = prompts[0].request_id, prompts[0].options
+        self.generation_id, self.options = prompts[0].request_id, prompts[0].options
         self.num_choices, self._cached_of = 0, {}
         for prompt in prompts:
             self._cached_of[self.num_choices] = 0
@@ -149,6 +150,13 @@ def rename_call(context: CallContext) -> None:
     if record is not None:
         record.context = context
         log.request_id.set(context.request_id)
+
+
+def name_answer(answer_id: str) -> None:
+    """What the current call's answer is called."""
+    record = current_call.get()
+    if record is not None:
+        record.answer_id = answer_id
 
 
 @contextmanager

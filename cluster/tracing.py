@@ -158,7 +158,8 @@ class CallTracer:
                 "gen_ai.request.frequency_penalty": options.frequency_penalty,
                 "gen_ai.request.seed": options.seed,
                 "gen_ai.request.choice.count": options.n if options.n > 1 else None,
-                "gen_ai.response.id": call.call_id,
+                "gen_ai.response.id": call.answer_id,
+                "tandem.generation_id": call.generation_id,
                 "gen_ai.response.model": self._model_name,
                 "gen_ai.response.finish_reasons": [
                     end.finish_reason for end in sorted(call.ends, key=lambda end: end.index)

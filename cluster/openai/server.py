@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.api_keys import ApiKeys
-from cluster.call_record import CallRecorder
+from cluster.call_record import CallRecorder, name_answer
 from cluster.config import DEFAULT_MAX_BODY_BYTES
 from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.generator import Generator
@@ -70,8 +70,10 @@ class ApiServer:
 
     def head(self, prefix: str, given_id: str | None = None) -> Head:
         """The head of a new call's objects; a client that gives its calls ids finds them again in it."""
+        answer_id = self.new_id(prefix) if given_id is None else f"{prefix}-{given_id}"
+        name_answer(answer_id)
         return Head(
-            id=self.new_id(prefix) if given_id is None else f"{prefix}-{given_id}",
+            id=answer_id,
             created=int(self.wall_clock()),
             model=self.model_name,
             system_fingerprint=f"fp_{self.text.model.fingerprint.hex()[:12]}",

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.access_log import write_access_line
 from cluster.call_context import CallContext
-from cluster.call_record import CallRecord, CallRecorder, current_call, recording, rename_call
+from cluster.call_record import CallRecord, CallRecorder, current_call, name_answer, recording, rename_call
 from cluster.generator import StageTimes
 from cluster.openai.request_id import RequestId
 from cluster.text_generator import TextDelta
@@ -91,7 +91,7 @@ def test_tokens_are_counted_a_prompt_once_and_cached_ones_by_its_first_choice() 
     assert [(end.index, end.finish_reason, end.stages) for end in record.ends] == [
         (1, "stop", STAGES), (0, "stop", STAGES), (2, "stop", STAGES),
     ]  # fmt: skip
-    assert (record.call_id, record.prefill_worker, record.decode_worker) == ("cmpl-1", "p0", "d0")
+    assert (record.generation_id, record.prefill_worker, record.decode_worker) == ("cmpl-1", "p0", "d0")
 
 
 def test_outside_of_a_call_nothing_is_written() -> None:
@@ -172,6 +172,7 @@ def test_line_says_all_in_words_and_fields(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO), calls.call(CONTEXT, "http", "POST", "/v1/completions") as record:
         with recording([planned(10)]) as told:
             told(delta(num_tokens=3, num_cached_tokens=8, decode_worker="d0", finish_reason=FinishReason.LENGTH))
+        name_answer("cmpl-2")
         record.status, record.client_gone, record.error = 200, True, KeyError("secret")
     (line,) = caplog.records
     assert line.getMessage() == (
@@ -180,8 +181,8 @@ def test_line_says_all_in_words_and_fields(caplog: pytest.LogCaptureFixture) -> 
     assert line.request_id == "r-1"  # type: ignore[attr-defined]
     assert line.fields == {  # type: ignore[attr-defined]
         "method": "POST", "path": "/v1/completions", "status": 200, "duration_s": 3.0, "client_gone": True,
-        "call_id": "cmpl-1", "prompt_tokens": 10, "completion_tokens": 3, "cached_tokens": 8,
-        "prefill_worker": None, "decode_worker": "d0", "error": "KeyError",
+        "generation_id": "cmpl-1", "answer_id": "cmpl-2", "prompt_tokens": 10, "completion_tokens": 3,
+        "cached_tokens": 8, "prefill_worker": None, "decode_worker": "d0", "error": "KeyError",
     }  # fmt: skip
 
 
