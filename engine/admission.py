@@ -76,14 +76,13 @@ class Admission:
         )
 
     def _growth(self, requests: Iterable[Request], num_held: int | None = None) -> int:
-        """Blocks that these are expected to need beyond those that they hold, or `num_held`."""
+        """Blocks that these are expected to need beyond those that they hold, or `num_held`.
+
+        Who runs has got its blocks for this step before anybody is admitted: no fork that runs lacks its copy.
+        """
         growth = 0
         for request in requests:
-            if num_held is None:
-                held = self._manager.num_held_blocks(request.request_id)
-                held -= self._manager.num_blocks_to_copy(request.request_id)
-            else:
-                held = num_held
+            held = self._manager.num_held_blocks(request.request_id) if num_held is None else num_held
             growth += max(0, self._num_expected(request) - held)
         return growth
 

@@ -166,7 +166,7 @@ class Scheduler:
         if fork_tokens is not None:
             for fork in tuple(request.forks or ()):
                 self._append_token(fork, fork_tokens[fork.request_id])
-            if is_whole:
+            if is_whole or not request.forks:
                 self._fork(request, {})
         return None
 

@@ -143,11 +143,6 @@ class KVCacheManager:
         parent.is_forked = True
         self._holdings[child_id] = replace(parent, block_tables=tuple(map(list, parent.block_tables)))
 
-    def num_blocks_to_copy(self, request_id: str) -> int:
-        """Blocks, over all groups, that the request would need now to write behind those registered."""
-        holding = self._holdings[request_id]
-        return len(self._shared(holding)) if holding.is_forked else 0
-
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(from, to) of all blocks replaced since the last call, to be copied in this order before anything is written.
 

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.executor import Executor, SamplingInput
-from engine.hash_executor import HashExecutor, expected_tokens
+from engine.executor import Executor, SampledToken, SamplingInput
+from engine.hash_executor import HashExecutor, expected_prompt_logprobs, expected_tokens
 from engine.sampling_params import SamplingParams, finish_reason_after
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ VOCAB_SIZE = 97  # of every executor here
 class ExecutorCase:
     make: Callable[[int], Executor]  # block size -> a new, unbound executor; all of a case share their weights
     expected: Callable[[Sequence[int], SamplingParams, int], list[int]]  # prompt, params, max_model_len -> output
+    prompt_logprobs: Callable[[Sequence[int], SamplingParams], Sequence[SampledToken]]
     max_examples: int  # that a hypothesis test can afford
 
 
@@ -62,13 +63,29 @@ def _expected_torch(prompt: Sequence[int], params: SamplingParams, max_model_len
             return output
 
 
+def _prompt_logprobs_torch(prompt: Sequence[int], params: SamplingParams) -> list[SampledToken]:
+    """transformers' logits, and torch's log_softmax."""
+    from tests.tiny_models import logits_of
+
+    _, model = _tiny_model()
+    logprobs = logits_of(model, prompt)[:-1].double().log_softmax(dim=1)
+    best = logprobs.topk(params.prompt_logprobs or 0, dim=1)
+    return [
+        SampledToken(target, float(row[target]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        for target, row, ids, values in zip(prompt[1:], logprobs, best.indices, best.values, strict=True)
+    ]
+
+
 EXECUTORS = {
     "hash": ExecutorCase(
         make=lambda block_size: HashExecutor(vocab_size=VOCAB_SIZE, block_size=block_size),
         expected=lambda prompt, params, max_model_len: expected_tokens(
             prompt, params, VOCAB_SIZE, max_model_len=max_model_len
         ),
+        prompt_logprobs=lambda prompt, params: expected_prompt_logprobs(prompt, params, VOCAB_SIZE) or (),
         max_examples=100,
     ),
-    "torch": ExecutorCase(make=_make_torch, expected=_expected_torch, max_examples=25),
+    "torch": ExecutorCase(
+        make=_make_torch, expected=_expected_torch, prompt_logprobs=_prompt_logprobs_torch, max_examples=25
+    ),
 }

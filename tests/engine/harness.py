@@ -28,6 +28,14 @@ def make_request(name: str = "a", prompt=(1, 2, 3), **options) -> Request:
     return Request(name, prompt, SamplingParams(**sampling), **{"arrival_time": 0.0, **options})
 
 
+def make_choices(name: str = "a", prompt=(1, 2, 3), seeds=(0, 1, 2, 3), **options) -> tuple[Request, list[Request]]:
+    """A prompt, and a fork of it for each seed: "a.0", "a.1", …; each samples four tokens, unless told otherwise."""
+    options = {"temperature": 1.0, **options}
+    own = {field: value for field, value in options.items() if field != "receives_kv"}
+    forks = [make_request(f"{name}.{index}", prompt, seed=seed, **own) for index, seed in enumerate(seeds)]
+    return make_request(name, prompt, **options), forks
+
+
 def prompt_of(length: int, salt: int = 0) -> list[int]:
     """Tokens that differ from another salt's from the first on."""
     return [(salt * 31 + position * 7 + 1) % VOCAB_SIZE for position in range(length)]
@@ -47,6 +55,9 @@ class Driver:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.engine.add_request(request)
+
+    def add_choices(self, prompt: Request, forks: list[Request]) -> None:
+        self.engine.add_request(prompt, forks)
 
     def step(self) -> StepResult:
         self.now += 1.0

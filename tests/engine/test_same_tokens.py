@@ -5,8 +5,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.sampling_params import FinishReason
-from tests.engine.executors import EXECUTORS
-from tests.engine.harness import BLOCK_SIZE, Driver, check_idle, make_engine, make_request, prompt_of
+from tests.engine.executors import EXECUTORS, VOCAB_SIZE
+from tests.engine.harness import (
+    BLOCK_SIZE,
+    Driver,
+    check_idle,
+    make_choices,
+    make_engine,
+    make_request,
+    prompt_of,
+)
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -100,6 +108,16 @@ def test_stream_goes_on_identically_when_resumed_anywhere(case):
     check_idle(driver.engine)
 
 
+def test_forks_tokens_are_those_of_requests_alone(case):
+    for num_blocks in (32, 8):  # side by side, or one at the cost of another
+        driver = Driver(make_engine(case, num_blocks=num_blocks, expected_growth_tokens=0))
+        prompt, forks = make_choices(prompt=prompt_of(6), seeds=(0, 1, 1, 2), max_tokens=12)
+        driver.add_choices(prompt, forks)
+        check(case, driver.run(), *forks)
+        assert bool(driver.preempted) == (num_blocks == 8)
+        assert driver.tokens("a.1") == driver.tokens("a.2") != driver.tokens("a.0")
+
+
 def test_survivors_tokens_are_right_when_others_are_aborted(case):
     driver = Driver(make_engine(case, num_blocks=8, expected_growth_tokens=0))
     requests = [make_request(f"r{i}", prompt_of(5, i), max_tokens=12) for i in range(6)]
@@ -137,7 +155,10 @@ def test_request_ends_at_the_context_when_max_tokens_are_more(case):
 
 @st.composite
 def loads(draw):
-    """A pool of two to eight blocks, and requests that each fit it; prompts from few tokens, so that they share."""
+    """A pool of two to eight blocks, and requests that each fit it; prompts from few tokens, so that they share.
+
+    A request is (itself, its forks); it has an output if it has no forks.
+    """
     num_blocks = draw(st.integers(2, 8))
     max_num_seqs = draw(st.integers(1, 5))
     config = {
@@ -150,20 +171,21 @@ def loads(draw):
     requests = []
     for index in range(draw(st.integers(1, 8))):
         length = draw(st.integers(1, config["max_model_len"] - 1))
-        requests.append(
-            make_request(
-                f"r{index}",
-                [0] * (length - 1) + [draw(st.integers(0, 1))],
-                max_tokens=draw(st.integers(1, 20)),
-                temperature=draw(st.sampled_from([0.0, 1.0])),
-                seed=draw(st.integers(0, 1)),
-                priority=draw(st.integers(-1, 1)),
-                arrival_time=float(draw(st.integers(0, 3))),
-                cache_salt=draw(st.sampled_from(["", "", "other"])),
-            )
+        prompt, forks = make_choices(
+            f"r{index}",
+            [0] * (length - 1) + [draw(st.integers(0, 1))],
+            draw(st.lists(st.integers(0, 3), max_size=4)),
+            max_tokens=draw(st.integers(1, 20)),
+            temperature=draw(st.sampled_from([0.0, 1.0])),
+            priority=draw(st.integers(-1, 1)),
+            arrival_time=float(draw(st.integers(0, 3))),
+            cache_salt=draw(st.sampled_from(["", "", "other"])),
+            stop_token_ids=draw(st.sampled_from([(), tuple(range(0, VOCAB_SIZE, 4))])),
         )
+        requests.append((prompt, forks))
     arrivals = [draw(st.integers(0, 20)) for _ in requests]
-    aborts = draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 40), max_size=3))
+    names = [each.request_id for prompt, forks in requests for each in (prompt, *forks)]
+    aborts = draw(st.dictionaries(st.sampled_from(names), st.integers(0, 40), max_size=4))
     return config, requests, arrivals, aborts
 
 
@@ -178,18 +200,24 @@ def test_every_request_ends_with_the_right_tokens_under_any_load(name):
         driver = Driver(make_engine(case, **config))
         aborted = set()
         for step in range(41):
-            driver.add(*(request for request, at in zip(requests, arrivals, strict=True) if at == step))
-            for index, at in aborts.items():
-                if at == step and driver.engine.abort(f"r{index}"):
-                    aborted.add(index)
+            for (prompt, forks), at in zip(requests, arrivals, strict=True):
+                if at == step:
+                    driver.add_choices(prompt, forks)
+            for name, at in aborts.items():
+                waiting = [fork.request_id for prompt, _ in requests for fork in prompt.forks or () if fork.prompt]
+                if at == step and driver.engine.abort(name):
+                    aborted.add(name)
+                    aborted.update(fork for fork in waiting if fork.startswith(f"{name}."))
             driver.engine.check_integrity()
             driver.step()
-        driver.run()
-        survivors = [request for index, request in enumerate(requests) if index not in aborted]
-        check(case, driver, *survivors)
-        for index in aborted:
-            whole = expected(case, requests[index], driver.engine.config.max_model_len)
-            tokens = driver.tokens(f"r{index}")
+        while driver.engine.has_work:
+            driver.step()
+            driver.engine.check_integrity()
+        sequences = [sequence for prompt, forks in requests for sequence in forks or [prompt]]
+        check(case, driver, *(each for each in sequences if each.request_id not in aborted))
+        for sequence in sequences:
+            whole = expected(case, sequence, driver.engine.config.max_model_len)
+            tokens = driver.tokens(sequence.request_id)
             assert tokens == whole[: len(tokens)]
 
     under()

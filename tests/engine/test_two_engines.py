@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.hash_executor import expected_tokens
+from engine.hash_executor import expected_prompt_logprobs, expected_tokens
 from engine.kvcache.block_hash import hash_blocks, root_hash
 from engine.kvcache.events import BlocksRemoved, BlocksStored
 from engine.request import Request
@@ -23,16 +23,17 @@ MAX_MODEL_LEN = 24
 @dataclass
 class Handoff:
     request: Request
+    forks: list[Request] = field(default_factory=list)  # of a prompt
     target: tuple[int, ...] | None = None  # the consumer's blocks
     is_open: bool = False
     ready: list[int] = field(default_factory=list)  # the holder's blocks so far, all once pinned
     num_copied: int = 0
     num_confirmed: int = 0
-    first_token: int | None = None
+    first_tokens: dict[str, int] = field(default_factory=dict)  # of the request, or of its forks
 
     @property
     def is_complete(self) -> bool:
-        return self.first_token is not None and self.num_confirmed == len(self.target)
+        return bool(self.first_tokens) and self.num_confirmed == len(self.target)
 
 
 class Peer(Driver):
@@ -62,10 +63,13 @@ class TwoEngines(RuleBasedStateMachine):
         common = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 3, "max_num_batched_tokens": 7}
         self.holder = Peer(make_engine(num_blocks=holder_blocks + 1, expected_growth_tokens=growth, **common))
         self.consumer = Peer(make_engine(num_blocks=consumer_blocks + 1, expected_growth_tokens=growth, **common))
-        self.requests = {}  # by name: all ever sent to the consumer
+        self.requests = {}  # by name: all sequences ever sent to the consumer
+        self.forks_left = {}  # by a prompt's name: names of those that nobody aborted
+        self.told = set()  # whose prompt's log-probabilities came
         self.handoffs = {}  # by name: those that still receive
         self.delivered = {}  # by name: tokens, from whichever engine
         self.aborted = set()
+        self.num_submitted = 0
         self.pins = []  # prefixes of the holder that somebody else holds
 
     # --- the client
@@ -76,18 +80,25 @@ class TwoEngines(RuleBasedStateMachine):
         seed=st.integers(0, 1),
         num_resumed=st.integers(0, 3),
         apart=st.booleans(),
+        num_forks=st.sampled_from([0, 0, 1, 2, 3]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
     )
-    def submit(self, prompt, max_tokens, seed, num_resumed, apart):
-        name = f"r{len(self.requests)}"
-        options = {"max_tokens": max_tokens, "temperature": float(seed), "seed": seed}
-        whole = self.expected(make_request(name, prompt, **options))
-        resumed = whole[: min(num_resumed, len(whole) - 1)]
-        request = make_request(name, prompt, resume_token_ids=resumed, receives_kv=apart, **options)
-        self.requests[name] = request
-        self.delivered[name] = list(resumed)
-        self.consumer.add(request)
+    def submit(self, prompt, max_tokens, seed, num_resumed, apart, num_forks, prompt_logprobs):
+        name = f"r{self.num_submitted}"
+        self.num_submitted += 1
+        options = {"max_tokens": max_tokens, "temperature": float(seed), "prompt_logprobs": prompt_logprobs}
+        whole = self.expected(make_request(name, prompt, seed=seed, **options))
+        resumed = whole[: min(num_resumed, len(whole) - 1)] if num_forks == 0 else []
+        request = make_request(name, prompt, seed=seed, resume_token_ids=resumed, receives_kv=apart, **options)
+        forks = [make_request(f"{name}.{index}", prompt, seed=index, **options) for index in range(num_forks)]
+        for sequence in forks or (request,):
+            self.requests[sequence.request_id] = sequence
+            self.delivered[sequence.request_id] = list(resumed)
+        if forks:
+            self.forks_left[name] = {fork.request_id for fork in forks}
+        self.consumer.add_choices(request, forks)
         if apart:
-            self.handoffs[name] = Handoff(request)
+            self.handoffs[name] = Handoff(request, forks)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -95,8 +106,14 @@ class TwoEngines(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.requests)))
         self.aborted.add(name)
         self.consumer.engine.abort(name)
-        if name in self.handoffs:
-            self.let_go(self.handoffs.pop(name))
+        of = name.split(".")[0]
+        if of in self.forks_left:
+            self.forks_left[of].discard(name)
+            if self.forks_left[of]:
+                return
+            self.consumer.engine.abort(of)
+        if of in self.handoffs:
+            self.let_go(self.handoffs.pop(of))
 
     # --- the wire
 
@@ -106,7 +123,7 @@ class TwoEngines(RuleBasedStateMachine):
         for target in result.received_targets:
             self.handoffs[target.request_id].target = target.block_tables[0]
         for output in result.outputs:
-            self.delivered[output.request_id].append(output.token.token_id)
+            self.deliver(output)
 
     @rule()
     def step_holder(self):
@@ -116,8 +133,19 @@ class TwoEngines(RuleBasedStateMachine):
             assert filled.first == len(handoff.ready)
             handoff.ready += filled.block_ids
         for output in result.outputs:
-            self.handoffs[output.request_id].first_token = output.token.token_id
-            self.delivered[output.request_id].append(output.token.token_id)
+            self.handoffs[output.request_id.split(".")[0]].first_tokens[output.request_id] = output.token.token_id
+            self.deliver(output)
+
+    def deliver(self, output):
+        name = output.request_id
+        self.delivered[name].append(output.token.token_id)
+        request = self.requests[name]
+        if output.prompt_logprobs is not None:
+            assert name not in self.told
+            self.told.add(name)
+            assert output.prompt_logprobs == expected_prompt_logprobs(
+                request.prompt_token_ids, request.params, VOCAB_SIZE
+            )
 
     def choose(self, data, condition):
         names = [name for name, handoff in self.handoffs.items() if condition(handoff)]
@@ -158,7 +186,7 @@ class TwoEngines(RuleBasedStateMachine):
             garbage = list(handoff.target[max(handoff.num_confirmed, skip) :])
             self.consumer.engine.executor._pool[garbage] = -1
             num_tokens = min(handoff.num_confirmed * BLOCK_SIZE, handoff.request.num_tokens)
-            self.consumer.engine.finish_receiving(name, num_tokens, handoff.first_token)
+            self.finish_receiving(handoff, num_tokens)
 
     # --- others
 
@@ -184,16 +212,18 @@ class TwoEngines(RuleBasedStateMachine):
     def open_handoff(self, handoff):
         request = handoff.request
         handoff.is_open = True
-        self.holder.add(
+        prefill, *forks = (
             Request(
-                request.request_id,
-                request.prompt_token_ids,
-                request.params,
+                each.request_id,
+                each.prompt_token_ids,
+                each.params,
                 arrival_time=0.0,
-                resume_token_ids=request.output_token_ids,
+                resume_token_ids=each.output_token_ids,
                 prefill_only=True,
             )
+            for each in (request, *handoff.forks)
         )
+        self.holder.add_choices(prefill, forks)
 
     def copy_until(self, handoff, end):
         source, target = self.holder.engine.executor._pool, self.consumer.engine.executor._pool
@@ -209,7 +239,15 @@ class TwoEngines(RuleBasedStateMachine):
 
     def finish_handoff(self, name):
         handoff = self.handoffs.pop(name)
-        self.consumer.engine.finish_receiving(name, handoff.request.num_tokens, handoff.first_token)
+        self.finish_receiving(handoff, handoff.request.num_tokens)
+
+    def finish_receiving(self, handoff, num_tokens):
+        name, tokens = handoff.request.request_id, handoff.first_tokens
+        finish = self.consumer.engine.finish_receiving
+        if handoff.forks:
+            assert finish(name, num_tokens, None, tokens or None) is None  # with those of aborted ones
+        else:
+            finish(name, num_tokens, tokens.get(name))
 
     def let_go(self, handoff):
         self.holder.engine.abort(handoff.request.request_id)
@@ -253,6 +291,7 @@ class TwoEngines(RuleBasedStateMachine):
         for name, request in self.requests.items():
             if name not in self.aborted:
                 assert self.delivered[name] == self.expected(request)
+                assert (name in self.told) == (request.params.prompt_logprobs is not None)
         check_idle(self.holder.engine)
         check_idle(self.consumer.engine)
 
