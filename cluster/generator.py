@@ -1,10 +1,10 @@
 """What turns one sequence of prompt tokens into a stream of generated ones.
 
 A request's life, seen from here: validated; admitted under the gateway's bound; its blocks hashed; routed; submitted
-to a decode worker; chunks yielded as steps end; and exactly one end: a chunk with a `finish_reason`, or a
-`GenerationError`, or the caller closing the iterator, which aborts the request at its worker. Losing a prefill worker
-or the decode worker on the way is repaired without the caller noticing, by the rule that a token is a function of the
-request alone.
+to a decode worker, together with the other choices of its prompt; chunks yielded as steps end; and exactly one end: a
+chunk with a `finish_reason`, or a `GenerationError`, or the caller closing the iterator, which aborts the request at
+its worker. Losing a prefill worker or the decode worker on the way is repaired without the caller noticing, by the rule
+that a token is a function of the request alone.
 
 `RoutedGenerator` is the implementation over real workers; everything above (text, HTTP, gRPC) knows this interface
 alone.
@@ -12,7 +12,7 @@ alone.
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.worker_info import WorkerStatus
@@ -123,6 +123,18 @@ class Generator(Protocol):
         """
         ...
 
+    def generate_choices(self, requests: Sequence[SequenceRequest]) -> list[AsyncGenerator[SequenceChunk, None]]:
+        """The choices of one prompt, which share its computation: for each, in order, what `generate` yields.
+
+        Whichever is read first begins all. Read them side by side: the first tokens of all come together, and a prefill
+        worker that is lost is replaced by way of one of them. Each may be closed by itself, also before it is begun,
+        and the others go on.
+
+        Raises:
+            ValueError: they differ in more than their ids and seeds.
+        """
+        ...
+
     async def wait_ready(self) -> None:
         """Returns once a request can be served: a decode worker is there."""
         ...
@@ -130,3 +142,17 @@ class Generator(Protocol):
     def workers(self) -> Sequence[WorkerStatus]:
         """Every worker that the gateway was told of, ready or not, with its load."""
         ...
+
+
+def check_choices(requests: Sequence[SequenceRequest]) -> None:
+    """
+    Raises:
+        ValueError: these are no choices of one prompt: they differ in more than their ids and seeds.
+    """
+    first = requests[0]
+    for request in requests[1:]:
+        params = replace(request.params, seed=first.params.seed)
+        if replace(request, request_id=first.request_id, params=params) != first:
+            raise ValueError(f"{request.request_id} and {first.request_id} are no choices of one prompt")
+    if len({request.request_id for request in requests}) < len(requests):
+        raise ValueError(f"two of {len(requests)} choices have the same id")

@@ -4,6 +4,8 @@ A worker's own reports of load lag behind, and between two of them a gateway may
 ledger counts every assignment, from `assign` until `release` (`first_token` ends the prefill's share), and takes a
 report as the load of then plus what has been assigned since. Requests that ended a moment ago still count as recent,
 halving with time.
+
+What is assigned is a prompt: it counts once for who prefills it, and once a choice for who decodes.
 """
 
 import math
@@ -46,11 +48,12 @@ class Account:
 
 @dataclass(slots=True)
 class _Assignment:
-    """What a request counts, and where; None: nowhere any more."""
+    """What a prompt counts, and where; None: nowhere any more."""
 
     decode: str | None
     prefill: str | None  # the decode worker's id if local
     num_tokens: int  # to be prefilled
+    num_choices: int  # that have not ended
 
 
 class Ledger:
@@ -97,8 +100,8 @@ class Ledger:
 
     @property
     def num_assigned(self) -> int:
-        """Requests in flight from this gateway."""
-        return len(self._assignments)
+        """Sequences in flight from this gateway."""
+        return sum(assignment.num_choices for assignment in self._assignments.values())
 
     @property
     def accounts(self) -> Mapping[str, Account]:
@@ -111,16 +114,18 @@ class Ledger:
 
     # --- what is assigned
 
-    def assign(self, request_id: str, plan: Plan, now: float) -> None:
-        """The request goes where `plan` says; it counts there until `release`."""
+    def assign(self, request_id: str, plan: Plan, now: float, num_choices: int = 1) -> None:
+        """The prompt goes where `plan` says; its choices count there, each until it is released."""
         assert request_id not in self._assignments, f"{request_id} is assigned already"
         self._turn += 1
-        assignment = _Assignment(plan.decode.instance_id, plan.prefills.instance_id, plan.num_uncached_tokens)
-        self._assignments[request_id] = assignment
-        for key in {plan.decode.instance_id, plan.prefills.instance_id}:
-            self._change(key, requests=1)
-            self._chosen(key, now)
-        self._change(plan.prefills.instance_id, tokens=plan.num_uncached_tokens)
+        decode, prefill = plan.decode.instance_id, plan.prefills.instance_id
+        self._assignments[request_id] = _Assignment(decode, prefill, plan.num_uncached_tokens, num_choices)
+        self._change(decode, requests=num_choices)
+        self._chosen(decode, now, num_choices)
+        if prefill != decode:
+            self._change(prefill, requests=1)
+            self._chosen(prefill, now)
+        self._change(prefill, tokens=plan.num_uncached_tokens)
 
     def reassign_prefill(self, request_id: str, prefill: WorkerInfo | None, now: float) -> None:
         """Another prefill worker (None: the decode worker) computes what the first one owed."""
@@ -142,21 +147,26 @@ class Ledger:
             assignment.prefill = None
 
     def release(self, request_id: str) -> None:
-        """The request has ended, whichever way. Idempotent."""
-        self.first_token(request_id)
-        assignment = self._assignments.pop(request_id, None)
-        if assignment is not None and assignment.decode is not None:
+        """A choice of the prompt has ended, whichever way; nothing if none is left."""
+        assignment = self._assignments.get(request_id)
+        if assignment is None:
+            return
+        assignment.num_choices -= 1
+        if assignment.decode is not None:
             self._change(assignment.decode, requests=-1)
+        if not assignment.num_choices:
+            self.first_token(request_id)
+            del self._assignments[request_id]
 
     def _change(self, instance_id: str, *, requests: int = 0, tokens: int = 0) -> None:
         account = self._accounts[instance_id]
         account.num_requests += requests
         account.num_tokens += tokens
 
-    def _chosen(self, instance_id: str, now: float) -> None:
+    def _chosen(self, instance_id: str, now: float, num_requests: int = 1) -> None:
         account = self._accounts[instance_id]
         account.last_chosen = self._turn
-        account.recent = self.recent(account, now) + 1.0
+        account.recent = self.recent(account, now) + num_requests
         account.recent_at = now
 
     def check_integrity(self) -> None:
@@ -164,7 +174,7 @@ class Ledger:
         for key, account in self._accounts.items():
             held = [a for a in self._assignments.values() if a.decode == key]
             pulled = [a for a in self._assignments.values() if a.prefill == key]
-            requests = len(held) + sum(a.decode != key for a in pulled)
+            requests = sum(a.num_choices for a in held) + sum(a.decode != key for a in pulled)
             tokens = sum(a.num_tokens for a in pulled)
             assert account.num_requests == requests, f"{key} counts {account.num_requests} requests, not {requests}"
             assert account.num_tokens == tokens, f"{key} counts {account.num_tokens} tokens, not {tokens}"

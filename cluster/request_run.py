@@ -1,4 +1,4 @@
-"""One request on its way through the cluster, repaired where it breaks.
+"""One sequence on its way through the cluster, repaired where it breaks.
 
     submit ──> stream of outputs ──> last output
       ^              │
@@ -7,31 +7,22 @@
 
 What has been delivered is never sent again: the resumed request carries it, and goes on behind it, identically, because
 a token is a function of the request alone. Both repairs are bounded. The run ends once: by its last output, by an
-error, or by its reader leaving; in each case the worker forgets the request and its account is settled.
+error, or by its reader leaving; in each case the worker forgets the sequence and its account is settled.
+
+Choices of one prompt begin together (`PromptRun`). A prefill worker that is lost is replaced for all of them, by the
+one that the decode worker asks; after a lost decode worker each goes its own way.
 """
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-from cluster import wire
-from cluster.clock import Clock
-from cluster.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    GenerationError,
-    Leg,
-    NoWorker,
-    QueueFull,
-    WorkerFailed,
-    WorkerLost,
-)
-from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest
-from cluster.membership import Membership
-from cluster.plan import Plan
+from cluster.attempt import Attempt
+from cluster.errors import Cancelled, GenerationError, Leg, NoWorker, QueueFull, WorkerFailed, WorkerLost
+from cluster.generator import SequenceChunk, SequenceRequest
+from cluster.prompt_run import PromptRun, shutting_down
 from cluster.request_stream import RequestStream
-from cluster.session import Session
 from cluster.session_messages import NeedPrefill, Output
-from engine.kvcache.block_hash import BlockHash, extend_hashes, root_hash
+from engine.executor import SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,57 +41,21 @@ class RunLimits:
             raise ValueError(f"timeout_s must be above 0 seconds, not {self.timeout_s}")
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """The request at one decode worker."""
-
-    wire_id: str
-    plan: Plan
-    session: Session
-    stream: RequestStream
-    prefill_worker: str  # id of who prefills, by the last word on it
-    repaired: bool = False
-
-
 class RequestRun:
-    """One request's life.
+    """One sequence's life.
 
     Args:
-        wire_id: names the request on the wire, with the number of the attempt behind it: a worker must never take
-            the remains of one for another.
+        prompt: that it continues, alone or with others.
     """
 
-    def __init__(
-        self,
-        request: SequenceRequest,
-        membership: Membership,
-        limits: RunLimits,
-        stats: GeneratorStats,
-        clock: Clock,
-        wire_id: str,
-    ) -> None:
+    def __init__(self, request: SequenceRequest, prompt: PromptRun, limits: RunLimits) -> None:
         self._request = request
-        self._membership = membership
-        self._router = membership.router
-        self._ledger = membership.ledger
+        self._prompt = prompt
         self._limits = limits
-        self._stats = stats
-        self._clock = clock
-        self._wire_id = wire_id
-        self._timeout_s = limits.timeout_s if request.timeout_s is None else request.timeout_s
-        self._deadline = clock.time() + self._timeout_s
-
-        model = membership.model
-        self._block_size = model.block_size
-        self._root = root_hash(model.fingerprint, request.cache_salt)
-        self._hashes: list[BlockHash] = []  # of all full blocks of prompt and delivered tokens
+        self._has_begun = False
+        self._at: tuple[Attempt, RequestStream] | None = None  # where it is now
         self._delivered: list[int] = []
         self._num_cached_tokens: int | None = None
-
-        self._attempt: _Attempt | None = None
-        self._num_attempts = 0
-        self._num_repairs = 0
-        self._tried: set[str] = set()  # instance ids of workers that failed this request
 
     async def chunks(self) -> AsyncGenerator[SequenceChunk, None]:
         """The sequence, to its end.
@@ -108,17 +63,19 @@ class RequestRun:
         Raises:
             GenerationError: it could not be finished.
         """
-        timer = self._clock.call_at(self._deadline, self._expire)
+        prompt = self._prompt
+        self._has_begun = True
+        timer = prompt.clock.call_at(prompt.deadline, self._expire)
         try:
-            attempt = self._submit()
+            self._at = attempt, stream = prompt.begin(self._request)
             while True:
                 try:
-                    message = await attempt.stream.next()
+                    message = await stream.next()
                 except (WorkerLost, QueueFull) as error:
-                    attempt = self._resubmit(attempt, error)
+                    self._at = attempt, stream = self._move(attempt, error)
                     continue
                 if isinstance(message, NeedPrefill):
-                    self._repair(attempt, message)
+                    self._repair(attempt, stream, message)
                     continue
                 yield self._chunk(attempt, message)
                 if message.finish_reason is not None:
@@ -127,79 +84,50 @@ class RequestRun:
             timer.cancel()
             self._leave(Cancelled("its client left"))
 
+    def close(self) -> None:
+        """Ends it even if it was never begun. Idempotent."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._prompt.withdraw(self._request, Cancelled("its client left"))
+
     # --- its steps
 
-    def _submit(self) -> _Attempt:
-        if self._membership.is_closed:
-            raise _shutting_down()
-        token_ids = [*self._request.prompt_token_ids, *self._delivered]
-        extend_hashes(self._hashes, self._root, token_ids, self._block_size)
-        while True:
-            now = self._clock.time()
-            if now >= self._deadline:
-                raise self._too_late()
-            plan = self._router.choose(self._hashes, len(token_ids), now, exclude=self._tried)
-            session = self._membership.session(plan.decode.instance_id)
-            if session is not None and session.is_open:
-                break
-            self._tried.add(plan.decode.instance_id)
-        self._num_attempts += 1
-        wire_id = f"{self._wire_id}.{self._num_attempts}"
-        message = wire.submit(wire_id, self._request, plan, self._delivered, self._deadline - now)
-        stream = session.submit(wire_id, message)
-        self._ledger.assign(wire_id, plan, now)
-        self._attempt = _Attempt(wire_id, plan, session, stream, plan.prefills.worker_id)
-        self._stats.planned_cached_tokens += plan.num_cached_blocks * self._block_size
-        self._stats.local_fallbacks += plan.is_fallback
-        return self._attempt
-
-    def _resubmit(self, attempt: _Attempt, error: WorkerLost | QueueFull) -> _Attempt:
-        """Moves the request to another decode worker."""
+    def _move(self, attempt: Attempt, error: WorkerLost | QueueFull) -> tuple[Attempt, RequestStream]:
+        """Submits the rest to another decode worker."""
+        prompt = self._prompt
         self._leave(error)
-        if self._membership.is_closed:
-            raise _shutting_down() from error  # the worker was not lost: we have let go of it
-        self._tried.add(attempt.plan.decode.instance_id)
-        if self._num_attempts > self._limits.max_resubmissions:
+        if prompt.membership.is_closed:
+            raise shutting_down() from error  # the worker was not lost: we have let go of it
+        if attempt.number > self._limits.max_resubmissions:
             raise _told_why(error, f"the request had been moved {self._limits.max_resubmissions} times before")
         try:
-            moved = self._submit()
+            moved = prompt.move(self._request, self._delivered, attempt)
         except NoWorker as nobody:
             raise _told_why(error, nobody.message) from error
-        self._stats.resubmissions += 1
+        prompt.stats.resubmissions += 1
         return moved
 
-    def _repair(self, attempt: _Attempt, need: NeedPrefill) -> None:
-        """Names another prefill worker, or lets the decode worker prefill."""
-        now = self._clock.time()
-        lost = attempt.plan.prefill
-        if lost is not None:
-            self._tried.add(lost.instance_id)
-        if self._num_repairs >= self._limits.max_repairs:
+    def _repair(self, attempt: Attempt, stream: RequestStream, need: NeedPrefill) -> None:
+        """Has another prefill worker named, for all choices that are there."""
+        if attempt.num_repairs >= self._limits.max_repairs:
             failed = need.failed_worker_id or attempt.prefill_worker
             raise WorkerFailed(
-                f"{Leg.PREFILL.value} {failed}: {need.reason}; {self._num_repairs} others had been tried before",
+                f"{Leg.PREFILL.value} {failed}: {need.reason}; {attempt.num_repairs} others had been tried before",
                 leg=Leg.PREFILL,
                 worker_id=failed,
             )
-        self._num_repairs += 1
-        num_tokens = len(self._request.prompt_token_ids) + len(self._delivered)
-        decode = attempt.plan.decode
-        prefill = self._router.choose_prefill(decode, self._hashes, num_tokens, now, exclude=self._tried)
-        self._ledger.reassign_prefill(attempt.wire_id, prefill, now)
-        attempt.session.assign(attempt.stream, prefill)
-        attempt.plan = replace(attempt.plan, prefill=prefill)
-        attempt.prefill_worker = attempt.plan.prefills.worker_id
-        attempt.repaired = True
-        self._stats.repairs += 1
-        self._stats.local_fallbacks += prefill is None
+        self._prompt.repair(attempt, stream)
 
-    def _chunk(self, attempt: _Attempt, output: Output) -> SequenceChunk:
+    def _chunk(self, attempt: Attempt, output: Output) -> SequenceChunk:
+        prompt = self._prompt
+        prompt_logprobs = None
         if output.tokens:
-            self._ledger.first_token(attempt.wire_id)
+            prompt.ledger.first_token(attempt.wire_id)
+            if self._request.params.prompt_logprobs is not None:
+                prompt_logprobs = self._take_prompt_logprobs(attempt)
         if self._num_cached_tokens is None and output.num_cached_tokens is not None:
             self._num_cached_tokens = output.num_cached_tokens
-            hoped = attempt.plan.num_cached_blocks * self._block_size
-            self._stats.stale_hits += not attempt.repaired and self._num_cached_tokens < hoped
+            prompt.found_cached(attempt, output.num_cached_tokens)
         self._delivered.extend(token.token_id for token in output.tokens)
         return SequenceChunk(
             tokens=output.tokens,
@@ -209,27 +137,34 @@ class RequestRun:
             prefill_worker=attempt.prefill_worker,
             decode_worker=attempt.plan.decode.worker_id,
             stages=output.stages,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _take_prompt_logprobs(self, attempt: Attempt) -> tuple[SampledToken, ...]:
+        """They come once: whoever goes on with the sequence is not asked for them again."""
+        logprobs = attempt.streams.prompt_logprobs
+        if logprobs is None:
+            worker_id = attempt.plan.decode.worker_id
+            raise WorkerFailed(
+                f"{Leg.DECODE.value} {worker_id}: a first token came without the prompt's log-probabilities",
+                leg=Leg.DECODE,
+                worker_id=worker_id,
+            )
+        self._request = replace(self._request, params=replace(self._request.params, prompt_logprobs=None))
+        return logprobs
 
     # --- its ends
 
     def _expire(self) -> None:
-        if self._attempt is not None:
-            self._attempt.session.abort(self._attempt.stream, self._too_late())
-
-    def _too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the request did not end within {self._timeout_s:g} s")
+        if self._at is not None:
+            attempt, stream = self._at
+            attempt.session.abort(stream, self._prompt.too_late())
 
     def _leave(self, error: GenerationError) -> None:
-        """Ends the attempt at its worker, if it has not ended there. Idempotent."""
-        if self._attempt is not None:
-            self._attempt.session.abort(self._attempt.stream, error)
-            self._ledger.release(self._attempt.wire_id)
-            self._attempt = None
-
-
-def _shutting_down() -> NoWorker:
-    return NoWorker("the server is shutting down")
+        """Ends it at its worker, if it has not ended there. Idempotent."""
+        if self._at is not None:
+            (attempt, stream), self._at = self._at, None
+            self._prompt.leave(attempt, stream, error)
 
 
 def _told_why(error: WorkerLost | QueueFull, reason: str) -> WorkerLost | QueueFull:

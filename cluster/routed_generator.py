@@ -3,16 +3,18 @@
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from itertools import count
 
+from cluster.choice_chunks import ChoiceChunks
 from cluster.clock import Clock
-from cluster.errors import InvalidRequest, QueueFull
-from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel
+from cluster.config import DEFAULT_MAX_CONCURRENT
+from cluster.errors import GenerationError, InvalidRequest, QueueFull
+from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel, check_choices
 from cluster.membership import Membership
+from cluster.prompt_run import PromptRun
 from cluster.request_run import RequestRun, RunLimits
 from cluster.worker_info import WorkerStatus
-
-DEFAULT_MAX_CONCURRENT = 1024
 
 
 class RoutedGenerator:
@@ -64,28 +66,53 @@ class RoutedGenerator:
         """Every worker that the gateway was told of, ready or not, with its load."""
         return self._membership.workers()
 
-    async def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
+    def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         """Yields the sequence's chunks; see `Generator.generate`."""
-        if request.request_id not in self._reserved:
-            self._reserve((request,))
-        self._reserved.remove(request.request_id)
-        self._active.add(request.request_id)
-        self._stats.num_active = len(self._active)
+        return self._chunks(_Choices((request,), self), request)
+
+    def generate_choices(self, requests: Sequence[SequenceRequest]) -> list[AsyncGenerator[SequenceChunk, None]]:
+        """One generator for each choice of a prompt; see `Generator.generate_choices`."""
+        if len(requests) == 1:
+            return [self.generate(requests[0])]
+        check_choices(requests)
+        choices = _Choices(requests, self)
+        return [ChoiceChunks(self._chunks(choices, request), partial(choices.close, request)) for request in requests]
+
+    async def _chunks(self, choices: "_Choices", request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         try:
-            run = RequestRun(
-                request,
-                self._membership,
-                self._limits,
-                self._stats,
-                self._clock or self._membership.clock,
-                f"{self._wire_prefix}-{next(self._serial)}-{request.request_id}",
-            )
-            async with aclosing(run.chunks()) as chunks:
+            async with aclosing(choices.begin(request).chunks()) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            self._active.discard(request.request_id)
-            self._stats.num_active = len(self._active)
+            choices.close(request)
+
+    def begin(self, requests: Sequence[SequenceRequest]) -> dict[str, RequestRun]:
+        """The choices of a prompt are in flight from now on, each until `end`. Their runs, by request id.
+
+        Raises:
+            GenerationError: one of them cannot be served, or there is no room for all that have no place yet.
+        """
+        if unreserved := [request for request in requests if request.request_id not in self._reserved]:
+            self._reserve(unreserved)
+        request_ids = [request.request_id for request in requests]
+        self._reserved.difference_update(request_ids)
+        self._active.update(request_ids)
+        self._stats.num_active = len(self._active)
+        timeout_s = requests[0].timeout_s
+        prompt = PromptRun(
+            requests,
+            self._membership,
+            self._stats,
+            self._clock or self._membership.clock,
+            wire_prefix=f"{self._wire_prefix}-{next(self._serial)}",
+            timeout_s=self._limits.timeout_s if timeout_s is None else timeout_s,
+        )
+        return {request.request_id: RequestRun(request, prompt, self._limits) for request in requests}
+
+    def end(self, request_id: str) -> None:
+        """It is not in flight any more."""
+        self._active.discard(request_id)
+        self._stats.num_active = len(self._active)
 
     @contextmanager
     def admit(self, requests: Sequence[SequenceRequest]) -> Iterator[None]:
@@ -154,3 +181,36 @@ def _check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) ->
                 f"token id {token_id} of {param} is out of range: the vocabulary has the ids 0 to {vocab_size - 1}",
                 param=param,
             )
+
+
+class _Choices:
+    """The choices of a prompt, from their being asked for: the first that is read begins them all."""
+
+    def __init__(self, requests: Sequence[SequenceRequest], generator: RoutedGenerator) -> None:
+        self._generator = generator
+        self._open = {request.request_id: request for request in requests}  # not closed
+        self._runs: dict[str, RequestRun] = {}
+        self._error: GenerationError | None = None
+
+    def begin(self, request: SequenceRequest) -> RequestRun:
+        """
+        Raises:
+            GenerationError: they could not begin: to each of them the same.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._runs:
+            try:
+                self._runs = self._generator.begin(list(self._open.values()))
+            except GenerationError as error:
+                self._error = error
+                raise
+        return self._runs[request.request_id]
+
+    def close(self, request: SequenceRequest) -> None:
+        """Its reader has left, or it has ended. Idempotent."""
+        if self._open.pop(request.request_id, None) is None:
+            return
+        if (run := self._runs.get(request.request_id)) is not None:
+            run.close()
+            self._generator.end(request.request_id)

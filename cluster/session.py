@@ -1,9 +1,9 @@
 """The gateway's end of a session with a worker: one bidirectional stream, the lease of all requests on it.
 
 A session is open from the worker's first message, its load, on: no request is sent before it is known whether the
-worker takes any. While it is open, requests are submitted to it, each getting a `RequestStream`, and the worker's
-messages are handed to the streams as they arrive. However it ends (the worker closes it, dies, breaks the protocol,
-or the gateway lets go), every request still on it fails with `WorkerLost`, and the worker aborts them on its side by
+worker takes any. While it is open, prompts are submitted to it, each with a stream for every choice, and the worker's
+messages are handed to the streams as they arrive. However it ends (the worker closes it, dies, breaks the protocol, or
+the gateway lets go), every stream still on it fails with `WorkerLost`, and the worker aborts them on its side by
 itself. A session that has ended stays so: another connection is another session.
 """
 
@@ -15,6 +15,7 @@ import grpc
 from cluster import wire
 from cluster.channel import describe_failure
 from cluster.errors import Cancelled, GenerationError, Leg, WorkerLost, error_from_status
+from cluster.prompt_streams import PromptStreams
 from cluster.request_stream import RequestStream
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad
@@ -47,14 +48,15 @@ class Session:
         self.is_open = False
         self._listener = listener
         self._max_buffered = max_buffered
-        self._streams: dict[str, RequestStream] = {}
+        self._prompts: dict[str, PromptStreams] = {}  # by id, until all their streams have ended
+        self._by_choice: dict[str, PromptStreams] = {}  # likewise
         self._outgoing: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
         self._leg = Leg.PREFILL if worker.role is Role.PREFILL else Leg.DECODE
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+        """Sequences that have not ended."""
+        return sum(len(prompt.living) for prompt in self._prompts.values())
 
     # --- its life
 
@@ -82,9 +84,11 @@ class Session:
             was_open, self.is_open = self.is_open, False
             if was_open:
                 self._listener.session_closed(self)
-            for stream in self._streams.values():
-                stream.fail(self._lost(reason))
-            self._streams.clear()
+            for prompt in self._prompts.values():
+                for stream in prompt.living:
+                    stream.fail(self._lost(reason))
+            self._prompts.clear()
+            self._by_choice.clear()
             call.cancel()
             writer.cancel()
             # A write fails when the stream does, and the stream's end has been told above.
@@ -101,33 +105,39 @@ class Session:
 
     # --- gateway → worker
 
-    def submit(self, request_id: str, message: pb.SessionRequest) -> RequestStream:
-        """Sends a request.
+    def submit(self, message: pb.SessionRequest) -> PromptStreams:
+        """Sends a prompt.
 
         Args:
-            request_id: of `message`; never used before on this session.
+            message: a Submit, whose names were never used before on this session.
 
         Raises:
             WorkerLost: the session is not open; nothing was sent.
         """
         if not self.is_open:
             raise self._lost("its session is closed")
-        assert request_id not in self._streams, f"{request_id} is on this session already"
-        stream = RequestStream(request_id, self._max_buffered)
-        self._streams[request_id] = stream
+        submit = message.submit
+        choice_ids = [choice.request_id for choice in submit.choices] or [submit.request_id]
+        assert submit.request_id not in self._prompts, f"{submit.request_id} is on this session already"
+        wants_logprobs = submit.sampling_params.HasField("prompt_logprobs")
+        prompt_token_ids = submit.prompt_token_ids if wants_logprobs else ()
+        prompt = PromptStreams(submit.request_id, prompt_token_ids, choice_ids, self._max_buffered)
+        self._prompts[submit.request_id] = prompt
+        self._by_choice.update(dict.fromkeys(choice_ids, prompt))
         self._outgoing.put_nowait(message)
-        return stream
+        return prompt
 
     def assign(self, stream: RequestStream, prefill: WorkerInfo | None) -> None:
         """Answers `NeedPrefill`; nothing is sent for a request that has ended meanwhile."""
-        if stream.request_id in self._streams:
+        if not stream.ended:
             self._outgoing.put_nowait(wire.assign(stream.request_id, prefill))
 
     def abort(self, stream: RequestStream, error: GenerationError) -> None:
-        """Ends a request from here. Idempotent, and nothing if it has ended already."""
-        if self._streams.pop(stream.request_id, None) is not None:
+        """Ends a sequence from here. Idempotent, and nothing if it has ended already."""
+        if not stream.ended:
             self._outgoing.put_nowait(wire.abort([stream.request_id]))
             stream.fail(error)
+            self._forget_ended(self._by_choice[stream.request_id])
 
     # --- worker → gateway
 
@@ -135,28 +145,47 @@ class Session:
         match response.WhichOneof("message"):
             case "step":
                 for output in response.step.outputs:
-                    self._put(output.request_id, wire.output(output))
+                    self._take(output)
             case "need_prefill":
                 self._put(response.need_prefill.request_id, wire.need_prefill(response.need_prefill))
             case "refused":
-                refused = response.refused
-                stream = self._streams.pop(refused.request_id, None)
-                if stream is not None:
-                    stream.fail(
-                        error_from_status(refused.code, refused.message, leg=self._leg, worker_id=self.worker.worker_id)
-                    )
+                self._refused(response.refused)
             case "load":
                 self._listener.session_load(self, wire.worker_load(response.load))
             case other:
                 raise wire.WireError(f"unknown message {other} on a session")
 
+    def _take(self, output: pb.RequestOutput) -> None:
+        message = wire.output(output)
+        prompt = self._by_choice.get(output.request_id)
+        if prompt is not None and output.HasField("prompt_logprobs"):
+            prompt.prompt_logprobs = wire.prompt_logprobs(output.prompt_logprobs, prompt.prompt_token_ids)
+        self._put(output.request_id, message)
+
     def _put(self, request_id: str, message: Output | NeedPrefill) -> None:
-        stream = self._streams.get(request_id)
-        if stream is None:
+        prompt = self._by_choice.get(request_id)
+        if prompt is None or (stream := prompt[request_id]).ended:
             return  # ended before: an abort and the last tokens crossed on the way
         if stream.is_full:
             self.abort(stream, Cancelled(f"aborted: its client is {self._max_buffered} steps behind in reading"))
             return
         stream.put(message)
         if stream.ended:
-            del self._streams[request_id]
+            self._forget_ended(prompt)
+
+    def _refused(self, refused: pb.Refused) -> None:
+        """A refusal is of the prompt: of all its choices that live."""
+        prompt = self._prompts.get(refused.request_id)
+        if prompt is None:
+            return
+        for stream in prompt.living:
+            stream.fail(
+                error_from_status(refused.code, refused.message, leg=self._leg, worker_id=self.worker.worker_id)
+            )
+        self._forget_ended(prompt)
+
+    def _forget_ended(self, prompt: PromptStreams) -> None:
+        if not prompt.living:
+            del self._prompts[prompt.request_id]
+            for choice_id in prompt.choice_ids:
+                del self._by_choice[choice_id]

@@ -1,18 +1,18 @@
 """Text out of token sequences: what stands between the front doors and the generator.
 
-A request's choices run side by side, each one sequence. Its tokens pass a detokenizer and a stop matcher; what leaves
-is a `TextDelta` for every step that brought tokens. A stop string ends its choice: the sequence is closed, so that its
-worker stops, and the tokens after it count for nothing.
+A request's choices run side by side, each one sequence; its prompt is computed once. A choice's tokens pass a
+detokenizer and a stop matcher; what leaves is a `TextDelta` for every step that brought tokens. A stop string ends its
+choice: the sequence is closed, so that its worker stops, and the tokens after it count for nothing.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
 
 from cluster.call_record import recording
 from cluster.errors import GenerationError, InvalidRequest
-from cluster.generator import Generator, SequenceChunk, SequenceRequest, ServedModel, StageTimes
+from cluster.generator import Generator, SequenceChunk, ServedModel, StageTimes
 from cluster.interleave import interleave
 from cluster.metrics import GatewayMetrics
 from cluster.text.detokenizer import Detokenizer
@@ -150,44 +150,55 @@ class TextGenerator:
                 finished, and the others are aborted.
         """
         sequences = [sequence for prompt in planned for sequence in prompt.sequences]
-        with recording(planned) as record, ExitStack() as places:
+        async with AsyncExitStack() as stack:
+            record = stack.enter_context(recording(planned))
             try:
-                places.enter_context(self.generator.admit(sequences))
+                stack.enter_context(self.generator.admit(sequences))
             except GenerationError as error:
                 self._metrics.count_error(type(error).__name__, len(sequences))
                 raise
-            async with aclosing(interleave(self._streams(planned))) as deltas:
+            streams: list[AsyncGenerator[TextDelta, None]] = []
+            for prompt in planned:
+                choices = self.generator.generate_choices(prompt.sequences) if prompt.sequences else []
+                for chunks in choices:
+                    # One that is not begun when the whole is closed is at a worker all the same, with the others.
+                    stack.push_async_callback(chunks.aclose)
+                streams += self._streams(len(streams), prompt, choices)
+            async with aclosing(interleave(streams)) as deltas:
                 async for delta in deltas:
                     record(delta)
                     yield delta
 
-    def _streams(self, planned: Sequence[PlannedText]) -> list[AsyncGenerator[TextDelta, None]]:
-        """One for each choice."""
-        streams: list[AsyncGenerator[TextDelta, None]] = []
-        base = 0
-        for prompt in planned:
-            if not prompt.sequences:
-                streams.extend(_nothing(base + index) for index in range(prompt.options.n))
-            for index, sequence in enumerate(prompt.sequences):
-                streams.append(self._run(base + index, sequence, prompt))
-            base += prompt.options.n
-        return streams
+    def _streams(
+        self, base: int, planned: PlannedText, choices: Sequence[AsyncGenerator[SequenceChunk, None]]
+    ) -> list[AsyncGenerator[TextDelta, None]]:
+        """One for each choice of a prompt; `base` is the index of the first."""
+        if not choices:
+            return [_nothing(base + index) for index in range(planned.options.n)]
+        return [self._run(base + index, planned, chunks, is_first=index == 0) for index, chunks in enumerate(choices)]
 
     async def _run(
-        self, index: int, sequence: SequenceRequest, planned: PlannedText
+        self, index: int, planned: PlannedText, chunks: AsyncGenerator[SequenceChunk, None], *, is_first: bool
     ) -> AsyncGenerator[TextDelta, None]:
         output = OutputText(self.tokenizer, planned.options)
-        with self._metrics.sequence(len(sequence.prompt_token_ids), planned.arrival_time, self._clock) as timing:
-            async with aclosing(self.generator.generate(sequence)) as chunks:
+        # The prompt is computed once: it counts with the first of its choices.
+        num_prompt_tokens = len(planned.prompt_token_ids) if is_first else 0
+        with self._metrics.sequence(num_prompt_tokens, planned.arrival_time, self._clock) as timing:
+            async with aclosing(chunks):
                 async for chunk in chunks:
-                    delta = output.push(index, chunk)
-                    timing.tokens(len(delta.tokens), delta.num_cached_tokens)
+                    delta = output.push(index, chunk if planned.options.max_tokens != 0 else _without_tokens(chunk))
+                    timing.tokens(len(delta.tokens), delta.num_cached_tokens if is_first else 0)
                     if delta.finish_reason is not None:
                         timing.finished(delta.finish_reason.value)
                     if delta.text or delta.tokens or delta.finish_reason is not None:
                         yield delta
                     if delta.finish_reason is not None:
                         return
+
+
+def _without_tokens(chunk: SequenceChunk) -> SequenceChunk:
+    """What is to be said of a token that was generated only for what came with it."""
+    return replace(chunk, tokens=(), finish_reason=FinishReason.LENGTH, matched_token_id=None)
 
 
 async def _nothing(index: int) -> AsyncGenerator[TextDelta, None]:

@@ -78,7 +78,9 @@ class PlannedText:
     options: TextOptions
     prompt: str | None  # its text, if it came as text
     prompt_token_ids: tuple[int, ...]
-    sequences: tuple[SequenceRequest, ...]  # one a choice; none if no token may be generated (max_tokens 0)
+    # One a choice; none if no token may be generated (max_tokens 0), unless the prompt's log-probabilities are wanted:
+    # then each generates one token, which is not shown.
+    sequences: tuple[SequenceRequest, ...]
     arrival_time: float
 
 
@@ -162,7 +164,7 @@ class SequencePlanner:
         max_tokens = request.options.max_tokens
         if max_tokens is None:
             max_tokens = max(room, 1)  # at least one token, or the request makes no sense
-        if max_tokens > room:
+        if max(max_tokens, self._num_hidden(request.options)) > room:
             # LangChain and LiteLLM know this error by words of its message alone: "prompt is too long" and
             # "this model's maximum context length is".
             what = "the prompt is too long" if num_prompt_tokens >= context else "max_tokens is too high"
@@ -174,11 +176,20 @@ class SequencePlanner:
             )
         return max_tokens
 
+    def _num_hidden(self, options: TextOptions) -> int:
+        """Tokens that are generated although none are asked for: a prompt's log-probabilities come with its first."""
+        return int(options.max_tokens == 0 and options.prompt_logprobs is not None)
+
     def _check(self, options: TextOptions) -> None:
         if not 1 <= options.n <= MAX_CHOICES:
             raise InvalidRequest(f"n must be in [1, {MAX_CHOICES}], not {options.n}", param="n")
         if options.max_tokens is not None and options.max_tokens < 0:
             raise InvalidRequest(f"max_tokens must not be negative, and is {options.max_tokens}", param="max_tokens")
+        if options.structure is not None and options.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos must not be true for a text that is held to a structure: it ends where the structure does",
+                param="ignore_eos",
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(options, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -247,7 +258,7 @@ class SequencePlanner:
             ]
         except ValueError as exc:  # its messages begin with the field
             raise InvalidRequest(str(exc), param=str(exc).partition(" ")[0]) from exc
-        if max_tokens == 0:
+        if max_tokens + self._num_hidden(options) == 0:
             return ()
         return tuple(
             SequenceRequest(

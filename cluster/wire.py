@@ -6,10 +6,11 @@ from cluster.generator import SequenceRequest, StageTimes
 from cluster.plan import Plan
 from cluster.session_messages import NeedPrefill, Output
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad
+from engine.executor import SampledToken
 from engine.kvcache.block_hash import BlockHash, split_hashes
 from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared, KVEvent
 from engine.sampling_params import FinishReason
-from kvtransfer.sampling_wire import sampled_token_from_wire, sampling_params_to_wire
+from kvtransfer.sampling_wire import prompt_logprobs_from_wire, sampled_token_from_wire, sampling_params_to_wire
 from tandem.v1 import sampling_pb2 as sampling_pb
 from tandem.v1 import worker_pb2 as pb
 
@@ -81,13 +82,21 @@ def _peer(info: WorkerInfo) -> pb.Peer:
 
 
 def submit(
-    wire_id: str, request: SequenceRequest, plan: Plan, resume_token_ids: Sequence[int], timeout_s: float
+    wire_id: str,
+    request: SequenceRequest,
+    plan: Plan,
+    resume_token_ids: Sequence[int],
+    timeout_s: float,
+    choices: Sequence[tuple[str, int]] = (),
 ) -> pb.SessionRequest:
-    """A request on its way to `plan.decode`.
+    """A prompt on its way to `plan.decode`.
 
     Args:
+        wire_id: names the one sequence; with choices: the prompt.
+        request: the one sequence; with choices: any of them.
         resume_token_ids: generated elsewhere and already delivered.
         timeout_s: what is left of its time.
+        choices: (wire id, seed) of each, if there are several.
     """
     message = pb.Submit(
         request_id=wire_id,
@@ -99,6 +108,7 @@ def submit(
         priority=request.priority,
         # 0 would mean the worker's default.
         timeout_ms=max(1, round(timeout_s * 1000)),
+        choices=[pb.Choice(request_id=choice_id, seed=seed) for choice_id, seed in choices],
     )
     if plan.prefill is not None:
         message.plan.prefill_worker.CopyFrom(_peer(plan.prefill))
@@ -148,6 +158,14 @@ def _finish_reason(number: int) -> FinishReason | None:
         return _FINISH_REASONS[number]
     except KeyError:
         raise WireError(f"unknown finish reason {number}") from None
+
+
+def prompt_logprobs(message: sampling_pb.PromptLogprobs, prompt_token_ids: Sequence[int]) -> tuple[SampledToken, ...]:
+    """Of a prompt's tokens, from the second on."""
+    try:
+        return prompt_logprobs_from_wire(message, prompt_token_ids)
+    except ValueError as exc:
+        raise WireError(str(exc)) from exc
 
 
 def need_prefill(message: pb.NeedPrefill) -> NeedPrefill:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from cluster.errors import GenerationError, QueueFull
-from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel
+from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel, check_choices
 from cluster.worker_info import Role, WorkerInfo, WorkerLoad, WorkerStatus
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason, finish_reason_after
@@ -116,6 +116,11 @@ class FakeGenerator:
             raise QueueFull(f"{self.stats.num_active} requests are in flight")
         yield
 
+    def generate_choices(self, requests: Sequence[SequenceRequest]) -> list[AsyncGenerator[SequenceChunk, None]]:
+        if len(requests) > 1:
+            check_choices(requests)
+        return [self.generate(request) for request in requests]
+
     async def generate(self, request: SequenceRequest) -> AsyncGenerator[SequenceChunk, None]:
         self.requests.append(request)
         self._started.set()
@@ -163,6 +168,21 @@ class FakeGenerator:
             num_cached_tokens=self._num_cached_tokens,
             prefill_worker="prefill-0",
             decode_worker="decode-0",
+            prompt_logprobs=self._prompt_logprobs(request) if len(output) == len(tokens) else None,
+        )
+
+    def _prompt_logprobs(self, request: SequenceRequest) -> tuple[SampledToken, ...] | None:
+        """Any numbers that tell the places in the prompt apart."""
+        num_top = request.params.prompt_logprobs
+        if num_top is None:
+            return None
+        return tuple(
+            SampledToken(
+                token_id,
+                -0.5 - position / 64,
+                tuple(((token_id + rank) % self.model.vocab_size, -0.25 - rank) for rank in range(num_top)),
+            )
+            for position, token_id in enumerate(request.prompt_token_ids[1:], 1)
         )
 
     def _next(self, request: SequenceRequest, output: Sequence[int]) -> SampledToken:

@@ -1,8 +1,9 @@
 """A worker that does what a test says: it speaks the wire, over real gRPC, and has no engine.
 
-Each request it was sent is a `FakeRequest`. By default (`automatic`) it answers as an engine would, one token a
-message; otherwise the test takes the requests (`await worker.next_request()`) and says what becomes of each.
-Its tokens are a hash of all tokens before, so that a request moved elsewhere must go on identically.
+Each sequence it was sent is a `FakeRequest`; those of one Submit know each other as its `choices`. By default
+(`automatic`) it answers as an engine would, one token a message, but first tokens of choices in one; otherwise the test
+takes the requests (`await worker.next_request()`) and says what becomes of each. Its tokens are a hash of seed and all
+tokens before, so that a request moved elsewhere must go on identically.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ from itertools import count
 import grpc
 
 from cluster.worker_info import Role
+from engine.executor import SampledToken
 from kvtransfer.channels import SERVER_OPTIONS
+from kvtransfer.sampling_wire import prompt_logprobs_to_wire
 from tandem.v1 import sampling_pb2 as sampling_pb
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc
@@ -26,55 +29,80 @@ BLOCK_SIZE = 4
 _instances = count()
 
 
-def next_token(token_ids: Sequence[int]) -> int:
+def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
     """What the fake model says after these tokens."""
-    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    packed = struct.pack(f"<q{len(token_ids)}i", seed, *token_ids)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "little") % VOCAB_SIZE
 
 
-def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def continuation(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
     """The oracle: what any worker answers to this prompt."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids, seed))
     return token_ids[len(prompt) :]
+
+
+def prompt_logprobs(prompt: Sequence[int], num_top: int) -> tuple[SampledToken, ...]:
+    """The oracle: what any worker says of this prompt."""
+    return tuple(
+        SampledToken(token_id, -position / 4, tuple((rank, -rank / 2) for rank in range(num_top)))
+        for position, token_id in enumerate(prompt[1:], 1)
+    )
 
 
 @dataclass
 class FakeRequest:
-    """A request at a fake worker."""
+    """A sequence at a fake worker."""
 
     submit: pb.Submit
     session: "FakeSession"
+    request_id: str
+    seed: int
     token_ids: list[int]
     num_output: int
+    choices: list["FakeRequest"]  # of the same Submit, in order, itself among them
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     assigned: asyncio.Queue[pb.Assign] = field(default_factory=asyncio.Queue)
 
     @property
-    def request_id(self) -> str:
-        return self.submit.request_id
+    def has_first_token(self) -> bool:
+        return self.num_output > len(self.submit.resume_token_ids)
 
     def send_tokens(self, num_tokens: int = 1) -> None:
-        """As many steps of one token; the last allowed one ends the request."""
+        """As many steps of one token; the last allowed one ends the sequence."""
         for _ in range(num_tokens):
-            self.token_ids.append(next_token(self.token_ids))
-            self.num_output += 1
-            is_last = self.num_output == self.submit.sampling_params.max_tokens
-            output = pb.RequestOutput(
-                request_id=self.request_id,
-                token_ids=self.token_ids[-1:],
-                finish_reason=sampling_pb.FINISH_REASON_LENGTH if is_last else sampling_pb.FINISH_REASON_UNSPECIFIED,
+            self.session.send(pb.SessionResponse(step=pb.StepOutput(outputs=[self._output()])))
+
+    def send_first_tokens(self) -> None:
+        """Of all choices that live, in one step."""
+        outputs = [choice._output() for choice in self.choices if not choice.aborted.is_set()]
+        self.session.send(pb.SessionResponse(step=pb.StepOutput(outputs=outputs)))
+
+    def _output(self) -> pb.RequestOutput:
+        params = self.submit.sampling_params
+        told = any(choice.has_first_token for choice in self.choices)
+        self.token_ids.append(next_token(self.token_ids, self.seed))
+        self.num_output += 1
+        is_last = self.num_output == params.max_tokens
+        output = pb.RequestOutput(
+            request_id=self.request_id,
+            token_ids=self.token_ids[-1:],
+            finish_reason=sampling_pb.FINISH_REASON_LENGTH if is_last else sampling_pb.FINISH_REASON_UNSPECIFIED,
+        )
+        if params.HasField("logprobs"):
+            output.logprobs.append(
+                sampling_pb.TokenLogprobs(logprob=-0.5, top_token_ids=[7, 8], top_logprobs=[-0.25, -0.5])
             )
-            if self.submit.sampling_params.HasField("logprobs"):
-                output.logprobs.append(
-                    sampling_pb.TokenLogprobs(logprob=-0.5, top_token_ids=[7, 8], top_logprobs=[-0.25, -0.5])
-                )
-            if self.num_output == len(self.submit.resume_token_ids) + 1:
-                output.usage.num_cached_tokens = self.session.worker.num_cached_tokens
-            if is_last:
-                output.stages.decode = 1.5
-            self.session.send(pb.SessionResponse(step=pb.StepOutput(outputs=[output])))
+        if params.HasField("prompt_logprobs") and not told:
+            num_top = params.prompt_logprobs
+            logprobs = prompt_logprobs(self.submit.prompt_token_ids, num_top)
+            output.prompt_logprobs.CopyFrom(prompt_logprobs_to_wire(logprobs, num_top))
+        if self.num_output == len(self.submit.resume_token_ids) + 1:
+            output.usage.num_cached_tokens = self.session.worker.num_cached_tokens
+        if is_last:
+            output.stages.decode = 1.5
+        return output
 
     def send_all(self) -> None:
         self.send_tokens(self.submit.sampling_params.max_tokens - self.num_output)
@@ -84,7 +112,8 @@ class FakeRequest:
         self.session.send(pb.SessionResponse(need_prefill=need))
 
     def refuse(self, code: grpc.StatusCode, message: str) -> None:
-        refused = pb.Refused(request_id=self.request_id, code=code.value[0], message=message)
+        """The whole Submit."""
+        refused = pb.Refused(request_id=self.submit.request_id, code=code.value[0], message=message)
         self.session.send(pb.SessionResponse(refused=refused))
 
 
@@ -121,6 +150,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.num_cached_tokens = 0
         self.address = ""
         self.sessions: list[FakeSession] = []
+        self.submits: list[pb.Submit] = []
         self.received: list[FakeRequest] = []
         # KV events: what a subscriber is sent first, and what follows.
         self.held: list[bytes] = []
@@ -212,21 +242,31 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         async for message in messages:
             match message.WhichOneof("message"):
                 case "submit":
-                    submit = message.submit
-                    token_ids = [*submit.prompt_token_ids, *submit.resume_token_ids]
-                    request = FakeRequest(submit, session, token_ids, len(submit.resume_token_ids))
-                    session.requests[submit.request_id] = request
-                    self.received.append(request)
-                    self._requests.put_nowait(request)
-                    if self.arrivals is not None:
-                        self.arrivals.put_nowait(request)
-                    if self.automatic:
-                        request.send_all()
+                    self._take(session, message.submit)
                 case "assign":
                     session.requests[message.assign.request_id].assigned.put_nowait(message.assign)
                 case "abort":
                     for request_id in message.abort.request_ids:
                         session.requests[request_id].aborted.set()
+
+    def _take(self, session: FakeSession, submit: pb.Submit) -> None:
+        choices: list[FakeRequest] = []
+        named = [(choice.request_id, choice.seed) for choice in submit.choices]
+        for request_id, seed in named or [(submit.request_id, submit.sampling_params.seed)]:
+            token_ids = [*submit.prompt_token_ids, *submit.resume_token_ids]
+            num_output = len(submit.resume_token_ids)
+            choices.append(FakeRequest(submit, session, request_id, seed, token_ids, num_output, choices))
+        self.submits.append(submit)
+        for request in choices:
+            session.requests[request.request_id] = request
+            self.received.append(request)
+            self._requests.put_nowait(request)
+            if self.arrivals is not None:
+                self.arrivals.put_nowait(request)
+        if self.automatic:
+            choices[0].send_first_tokens()
+            for request in choices:
+                request.send_all()
 
     async def SubscribeKvEvents(
         self, request: pb.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext

@@ -72,7 +72,7 @@ async def test_a_request_is_served_with_all_that_it_asked_for_on_the_wire() -> N
         assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.seed) == (3, 0.5, 4, -(2**62))
         assert (list(sampling.stop_token_ids), dict(sampling.logit_bias), sampling.logprobs) == ([9], {3: -1.5}, 2)
         at_d0.send_all()
-        assert await reading.task == continuation(range(10), 3)
+        assert await reading.task == continuation(range(10), 3, seed=-(2**62))
         assert [chunk.finish_reason for chunk in reading.chunks] == [None, None, FinishReason.LENGTH]
         assert all((chunk.prefill_worker, chunk.decode_worker) == ("p0", "d0") for chunk in reading.chunks)
         assert reading.chunks[-1].stages == StageTimes(0.0, 0.0, 0.0, 1.5)

@@ -64,7 +64,7 @@ class Connected:
     async def submit(self, sequence: SequenceRequest) -> tuple[RequestStream, FakeRequest]:
         plan = Plan(self.session.worker, None, None, 0, 1)
         message = wire.submit(sequence.request_id, sequence, plan, [], 60.0)
-        stream = self.session.submit(sequence.request_id, message)
+        stream = self.session.submit(message)[sequence.request_id]
         self.listener.streams.append(stream)
         return stream, await self.worker.next_request()
 
@@ -153,7 +153,7 @@ async def test_every_request_of_a_session_that_ends_is_lost_after_its_listener_w
         assert c.listener.ended_before_closed == [False, False]
         assert not c.session.is_open
         with pytest.raises(WorkerLost, match="closed"):
-            c.session.submit("late", pb.SessionRequest())
+            c.session.submit(pb.SessionRequest())
         with pytest.raises(WorkerLost if how != "let go" else asyncio.CancelledError):
             await c.running
 

@@ -1,13 +1,16 @@
 """Text out of sequences: the deltas, whatever the chunks they come from."""
 
 import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.choice_chunks import ChoiceChunks
 from cluster.errors import WorkerLost
 from cluster.generator import SequenceChunk, SequenceRequest
 from cluster.text_generator import OutputText, TextDelta
@@ -88,6 +91,82 @@ async def test_other_choices_go_on_when_one_has_stopped() -> None:
     assert texts == ["a ", "one two three four five six"]
     reasons = {delta.index: delta.finish_reason for delta in deltas if delta.finish_reason}
     assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+
+
+async def test_prompt_of_several_choices_is_computed_and_counted_once() -> None:
+    asked: list[int] = []
+
+    class Generator(FakeGenerator):
+        def generate_choices(self, requests: Sequence[SequenceRequest]) -> list[AsyncGenerator[SequenceChunk, None]]:
+            asked.append(len(requests))
+            return super().generate_choices(requests)
+
+    api = Api(Generator(num_cached_tokens=1))
+    request = TextRequest(request_id="r", prompt=[300, 301, 302], options=TextOptions(n=4, max_tokens=2))
+    other = TextRequest(request_id="other", prompt=[300, 301], options=TextOptions(max_tokens=2))
+    async with aclosing(api.text.run(await api.text.plan_all([request, other]))) as deltas:
+        assert [delta.num_cached_tokens async for delta in deltas] == [1] * 10
+    assert asked == [4, 1]
+    for name, count in (("tandem_prompt_tokens_total", 5.0), ("tandem_cached_prompt_tokens_total", 2.0)):
+        (line,) = [line for line in api.server_metrics().splitlines() if line.startswith(f"{name}{{")]
+        assert float(line.split()[-1]) == count
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_log_probabilities_of_the_prompt_come_with_the_first_delta_of_each_choice(n: int) -> None:
+    deltas = await deltas_of(Api(), n=n, max_tokens=3, prompt_logprobs=2)
+    for index in range(n):
+        first, *others = [delta for delta in deltas if delta.index == index]
+        assert first.prompt_logprobs is not None
+        assert [token.token_id for token in first.prompt_logprobs] == embedded_tokenizer().encode("Hi")[1:]
+        assert all(delta.prompt_logprobs is None for delta in others)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_token_that_is_generated_for_the_prompts_log_probabilities_alone_is_not_shown(n: int) -> None:
+    ids = embedded_tokenizer().encode("no")
+    api = Api(FakeGenerator(script=lambda request: ids))
+    options = TextOptions(n=n, max_tokens=0, prompt_logprobs=2, logprobs=1, stop_token_ids=(ids[0],), stop=("no",))
+    planned = await api.text.plan(TextRequest(request_id="r", prompt=[300, 301], options=options))
+    async with aclosing(api.text.run([planned])) as deltas:
+        said = [delta async for delta in deltas]
+    assert sorted(delta.index for delta in said) == list(range(n))
+    for delta in said:
+        assert (delta.text, delta.tokens, delta.finish_reason) == ("", (), FinishReason.LENGTH)
+        assert delta.matched_stop is None
+        assert delta.prompt_logprobs is not None
+        assert [token.token_id for token in delta.prompt_logprobs] == [301]
+    assert [request.params.max_tokens for request in api.generator.requests] == [1] * n
+    assert sorted(api.generator.closed) == sorted(request.request_id for request in api.generator.requests)
+
+
+async def test_without_log_probabilities_nothing_runs_for_no_tokens() -> None:
+    api = Api()
+    deltas = await deltas_of(api, max_tokens=0, n=2)
+    assert [(delta.index, delta.tokens, delta.finish_reason) for delta in deltas] == [
+        (0, (), FinishReason.LENGTH),
+        (1, (), FinishReason.LENGTH),
+    ]
+    assert api.generator.requests == []
+
+
+async def test_choices_that_nobody_came_to_read_are_closed_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be at a worker all the same, by way of one that was read."""
+    closed: list[int] = []
+
+    class Generator(FakeGenerator):
+        def generate_choices(self, requests: Sequence[SequenceRequest]) -> list[AsyncGenerator[SequenceChunk, None]]:
+            choices = super().generate_choices(requests)
+            return [ChoiceChunks(chunks, partial(closed.append, i)) for i, chunks in enumerate(choices)]
+
+    async def only_the_first(streams: list[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
+        async with aclosing(streams[0]):
+            yield await anext(streams[0])
+
+    monkeypatch.setattr("cluster.text_generator.interleave", only_the_first)
+    deltas = await deltas_of(Api(Generator()), n=3)
+    assert len(deltas) == 1
+    assert set(closed) == {0, 1, 2}
 
 
 async def test_indices_count_through_all_prompts() -> None:

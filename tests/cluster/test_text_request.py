@@ -6,6 +6,7 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from cluster.text_request import SequencePlanner, TextOptions, TextRequest, choice_seed
+from engine.structure.spec import Structure, StructureKind
 from fake_generator import served_model
 from gateway_api import embedded_tokenizer, ticking_clock
 from kvtransfer.sampling_wire import sampling_params_from_wire, sampling_params_to_wire
@@ -52,6 +53,26 @@ async def test_prompt_that_fills_the_context_can_be_echoed() -> None:
     options = TextOptions(max_tokens=0)
     planned = await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 100, options=options))
     assert planned.sequences == ()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_prompt_whose_log_probabilities_are_wanted_is_computed_even_for_no_tokens(n: int) -> None:
+    options = TextOptions(n=n, max_tokens=0, prompt_logprobs=5)
+    planned = await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 99, options=options))
+    assert [(s.params.max_tokens, s.params.prompt_logprobs) for s in planned.sequences] == [(1, 5)] * n
+    with pytest.raises(InvalidRequest, match="too long") as caught:
+        await planner(100).plan(TextRequest(request_id="r", prompt=[5] * 100, options=options))
+    assert caught.value.openai_code == "context_length_exceeded"
+
+
+async def test_text_held_to_a_structure_cannot_ignore_its_end() -> None:
+    structure = Structure(StructureKind.JSON_OBJECT)
+    request = TextRequest(request_id="r", prompt=[5], options=TextOptions(structure=structure, ignore_eos=True))
+    with pytest.raises(InvalidRequest, match="ignore_eos must not be true") as caught:
+        await planner().plan(request)
+    assert caught.value.param == "ignore_eos"
+    allowed = TextRequest(request_id="r", prompt=[5], options=TextOptions(structure=structure))
+    assert (await planner().plan(allowed)).sequences[0].params.structure == structure
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

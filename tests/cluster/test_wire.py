@@ -17,7 +17,7 @@ from engine.kvcache.events import BlocksRemoved, BlocksStored, CacheCleared
 from engine.sampling_params import FinishReason, SamplingParams
 from fake_cluster import request
 from fake_worker import FakeWorker
-from kvtransfer.sampling_wire import sampling_params_from_wire
+from kvtransfer.sampling_wire import prompt_logprobs_to_wire, sampling_params_from_wire
 from tandem.v1 import sampling_pb2 as sampling_pb
 from tandem.v1 import worker_pb2 as pb
 
@@ -50,6 +50,7 @@ def test_a_submitted_request_carries_plan_resumption_and_every_sampling_paramete
         logit_bias={5: -100.0},
         seed=2**63 - 1,
         logprobs=0,
+        prompt_logprobs=3,
         min_tokens=2,
         stop_token_ids=(1, 2),
     )
@@ -64,6 +65,18 @@ def test_a_submitted_request_carries_plan_resumption_and_every_sampling_paramete
     local = wire.submit("r", sequence, Plan(decode, None, None, 0, 2), [], 1.0).submit
     assert not local.plan.HasField("prefill_worker")
     assert not local.plan.HasField("cached_on")
+    assert not local.choices
+    several = wire.submit("p", sequence, Plan(decode, None, None, 0, 2), [], 1.0, [("a", -1), ("b", 2**63 - 1)]).submit
+    assert several.request_id == "p"
+    assert [(choice.request_id, choice.seed) for choice in several.choices] == [("a", -1), ("b", 2**63 - 1)]
+
+
+def test_log_probabilities_of_another_prompt_break_the_protocol() -> None:
+    tokens = (SampledToken(5, -0.5, ((7, -0.25),)),)
+    message = prompt_logprobs_to_wire(tokens, 1)
+    assert wire.prompt_logprobs(message, [4, 5]) == tokens
+    with pytest.raises(wire.WireError, match="of 1 tokens for a prompt of 3"):
+        wire.prompt_logprobs(message, [4, 5, 6])
 
 
 def test_an_output_arrives_whole() -> None:
