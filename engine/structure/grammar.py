@@ -1,0 +1,103 @@
+"""A structure's text, as a grammar in llguidance's dialect of Lark.
+
+JSON is written as Python's `json.dumps` writes it: ", " and ": " between things, no other whitespace. Where a grammar
+allows any amount, a small model, whose favourite next token is often a space or a newline, writes nothing else until
+its tokens are used up.
+
+Text that is bound to come may be cut into tokens as the model likes. The library would rather have its own cut, that
+of the tokenizer; but no tokenizer's cut of a piece is sure to be its cut of the whole, and a vocabulary may be larger
+than what the model can say.
+"""
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, regex_to_lark
+
+from engine.structure.spec import Structure, StructureKind
+
+# More than any schema in use has; what is read takes time in proportion at least.
+MAX_TEXT_BYTES = 64 << 10
+
+# Behind the rest, where it has the last word and moves no line that an error names.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+
+_JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,  # a keyword that cannot be held to is an error
+    "coerce_one_of": False,
+}
+
+
+def grammar_of(structure: Structure) -> str:
+    """The grammar of `structure`, in llguidance's own words. Whether it can be compiled is not known yet.
+
+    Raises:
+        ValueError: it is too long, or not what its kind says.
+    """
+    kind, text = structure.kind, structure.text
+    try:
+        num_bytes = len(text.encode("utf-8"))
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"{kind.value} has a lone surrogate at character {exc.start}") from exc
+    if num_bytes > MAX_TEXT_BYTES:
+        raise ValueError(f"{kind.value} has {num_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed")
+    return LLMatcher.grammar_from_lark(_lark(structure) + _OPTIONS)
+
+
+def _lark(structure: Structure) -> str:
+    match structure.kind:
+        case StructureKind.JSON_OBJECT:
+            return _json({"type": "object"})
+        case StructureKind.JSON_SCHEMA:
+            return _json(_schema(structure.text))
+        case StructureKind.REGEX:
+            return f"start: /{regex_to_lark(structure.text, use_ascii='')}/"
+        case StructureKind.CHOICE:
+            return _choice(structure.choices())
+        case StructureKind.GRAMMAR:
+            return structure.text
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text, parse_constant=_not_json)
+    except RecursionError as exc:
+        raise ValueError("json_schema is nested too deeply") from exc
+    except ValueError as exc:
+        raise ValueError(f"json_schema is not JSON: {exc}") from exc
+    if not isinstance(schema, dict):
+        raise ValueError(f"json_schema must be a JSON object, not {json.dumps(schema)[:40]}")
+    return schema
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _json(schema: dict[str, Any]) -> str:
+    # The library's own keyword, by which a schema could have said otherwise.
+    return "start: %json " + json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
+
+
+def _choice(choices: list[str]) -> str:
+    if not choices:
+        raise ValueError("choice must have at least one string")
+    if any("\ud800" <= character <= "\udfff" for choice in choices for character in choice):
+        raise ValueError("choice has a lone surrogate")
+    # One terminal, not one for each: then nothing is decided before the text ends, and one may begin another.
+    return "start: CHOICE\nCHOICE: " + " | ".join(f'"{_escaped(choice)}"' for choice in choices)
+
+
+def _escaped(text: str) -> str:
+    """Inside a string of the grammar."""
+    return "".join(_escaped_character(character) for character in text)
+
+
+def _escaped_character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    # Escapes have four digits; what needs more may stand as it is.
+    return character if " " <= character <= "~" or character > "\uffff" else f"\\u{ord(character):04x}"
