@@ -177,6 +177,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 index,
                 stream=request.stream,
                 return_prompt_token_ids=request.return_prompt_token_ids,
+                mode=prompt.tool_use.mode,
                 calls=self._prompts.call_parser(prompt.tool_use),
             )
             for index in range(planned.options.n)

@@ -7,6 +7,7 @@ from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText
 from cluster.tools.call_parser import CallParser
 from cluster.tools.call_pieces import CallArguments, CallStart, Content, Piece
+from cluster.tools.tool_use import ToolMode
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason
 from kvtransfer.sampling_wire import prompt_logprobs_to_wire
@@ -21,7 +22,8 @@ class Choice:
     Args:
         stream: what each delta adds is told as well, not only all of it at the end.
         return_prompt_token_ids: whether they were asked for.
-        calls: finds the tool calls in its text; None: there are none to be found.
+        mode: how free the model is to call tools.
+        calls: finds the calls in its text; None: there are none to be found.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Choice:
         *,
         stream: bool,
         return_prompt_token_ids: bool,
+        mode: ToolMode = ToolMode.NONE,
         calls: CallParser | None = None,
     ) -> None:
         self._request_id = planned.request_id
@@ -41,6 +44,7 @@ class Choice:
         self._prompt_logprobs: sampling_pb2.PromptLogprobs | None = None
         self._num_prompt_top = planned.options.prompt_logprobs
         self._num_top = planned.options.logprobs  # None: no log-probabilities
+        self._mode = mode
         self._calls = calls
         self._texts: list[str] = []
         self._tool_calls: list[generation_pb2.ToolCall] = []
@@ -75,7 +79,7 @@ class Choice:
         for piece in pieces:
             match piece:
                 case CallStart(index, name):
-                    call_id = f"call_{uuid.uuid4().hex}"
+                    call_id = f"call_{uuid.uuid4().hex[:24]}"
                     self._tool_calls.append(generation_pb2.ToolCall(id=call_id, name=name))
                     deltas[index] = generation_pb2.ToolCallDelta(index=index, id=call_id, name=name)
                 case CallArguments(index, text):
@@ -125,8 +129,9 @@ class Choice:
         return message
 
     def _finish_reason(self, reason: FinishReason) -> str:
-        # A call that was cut off is none to make: there the reason is that it was.
-        return "tool_calls" if self._tool_calls and reason is FinishReason.STOP else reason.value
+        # As over HTTP: a call that was cut off says so, and OpenAI says stop where the caller has named the function.
+        is_call = bool(self._tool_calls) and self._mode is not ToolMode.NAMED
+        return "tool_calls" if is_call and reason is FinishReason.STOP else reason.value
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> list[sampling_pb2.TokenLogprobs]:
         if self._num_top is None:

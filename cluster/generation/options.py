@@ -3,10 +3,11 @@
 from typing import TypeVar, cast
 
 from cluster.errors import InvalidRequest
+from cluster.generation.chat import json_object
 from cluster.generation.prompt import Prompt
 from cluster.text_request import TextOptions
 from cluster.tools.call_structure import call_structure
-from cluster.tools.tool_use import ToolUse
+from cluster.tools.tool_use import ToolMode, ToolUse
 from engine.structure.spec import Structure
 from kvtransfer.sampling_wire import structure_from_wire
 from tandem.v1 import generation_pb2, sampling_pb2
@@ -21,7 +22,8 @@ def text_options(request: generation_pb2.GenerateRequest, prompt: Prompt, timeou
         timeout_s: what is left until the call's deadline; None: it has none.
 
     Raises:
-        InvalidRequest: a structure that nothing can have. Ranges are checked where the request is planned.
+        InvalidRequest: a structure that nothing can have, or that leaves no room for calls. Ranges are checked where
+            the request is planned.
     """
     params = request.sampling_params
 
@@ -57,9 +59,18 @@ def text_options(request: generation_pb2.GenerateRequest, prompt: Prompt, timeou
 
 
 def _structure(wire: sampling_pb2.StructuredOutput, tool_use: ToolUse) -> Structure | None:
-    if wire.WhichOneof("structure") == "choice" and not wire.choice.strings:
-        raise InvalidRequest("structure.choice must have at least one string", param="structure")
-    structure, demanded = structure_from_wire(wire), call_structure(tool_use)
-    if structure is not None and demanded is not None:
-        raise InvalidRequest("structure leaves no room for the call that tool_choice demands", param="structure")
-    return demanded or structure
+    match wire.WhichOneof("structure"):
+        case "choice" if not wire.choice.strings:
+            raise InvalidRequest("structure.choice must have at least one string", param="structure")
+        case "json_schema":
+            json_object(wire.json_schema, "structure.json_schema")
+    structure = structure_from_wire(wire)
+    if structure is None:
+        return call_structure(tool_use)
+    if tool_use.mode is not ToolMode.NONE:
+        raise InvalidRequest(
+            'tools are not allowed for a text that is held to a structure, except with tool_choice "none": a call has '
+            "a structure of its own",
+            param="tools",
+        )
+    return structure

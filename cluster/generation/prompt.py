@@ -96,6 +96,12 @@ class PromptReader:
             name = self._text.model.served_model_name
             raise InvalidRequest(f"the model {name!r} has no chat template: give text or tokenized", param="chat")
         chat, variables = request.chat, None
+        if chat.add_generation_prompt and chat.continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message is not allowed together with add_generation_prompt: the model goes on with the "
+                "last message, or begins one of its own",
+                param="continue_final_message",
+            )
         if chat.HasField("chat_template_kwargs"):
             variables = json_object(chat.chat_template_kwargs, "chat_template_kwargs")
         tool_use = parse_tool_use(

@@ -5,8 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -19,43 +17,13 @@ from cluster.config import ClusterConfig
 from cluster.gateway import Gateway
 from cluster.http_server import listen
 from cluster.membership import Membership
-from cluster.router import RouterConfig
-from decode_worker import DecodeWorker
-from engine.config import EngineConfig
 from engine.hash_executor import expected_tokens
 from engine.sampling_params import SamplingParams
-from prefill_worker import PrefillWorker
+from hash_gateway import MODEL, VOCAB_SIZE, running
 from tandem.v1 import generation_pb2, generation_pb2_grpc
-from worker.config import WorkerConfig
 
-MODEL = "hash-model"
-VOCAB_SIZE = 1000
-MAX_MODEL_LEN = 256
 PROMPT = list(range(100, 140))
 CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
-
-
-@asynccontextmanager
-async def running(*, port: int = 0, num_blocks: int = 64) -> AsyncIterator[Gateway]:
-    engine = EngineConfig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64)
-    membership = Membership(RouterConfig(max_local_prefill_tokens=0))
-    gateway = Gateway(ClusterConfig(port=port, grpc_port=0, shutdown_timeout_s=2.0), membership)
-    workers = [
-        kind(WorkerConfig(engine=engine, worker_id=name, executor="hash", served_model_name=MODEL))
-        for kind, name in ((PrefillWorker, "p0"), (DecodeWorker, "d0"))
-    ]
-    try:
-        starting = asyncio.create_task(gateway.start())
-        for worker in workers:
-            membership.add_worker(await worker.start())
-        await membership.wait_ready(prefill_workers=1)
-        await starting
-        yield gateway
-    finally:
-        await gateway.stop()
-        await membership.close()
-        for worker in workers:
-            await worker.stop()
 
 
 def http(gateway: Gateway) -> httpx.AsyncClient:

@@ -153,6 +153,7 @@ async def test_demanded_call_holds_the_text_to_its_structure() -> None:
     assert structure is not None
     assert structure.kind is StructureKind.GRAMMAR
     assert [(call.name, call.arguments) for call in whole.tool_calls] == [("weather", '{"city": "Plzeň"}')]
+    assert (whole.text, whole.finish_reason) == ("", "stop")  # the caller named it; so OpenAI has it
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,7 @@ async def test_demanded_call_holds_the_text_to_its_structure() -> None:
             {"tools": [WEATHER], "tool_choice": pb.ToolChoice(mode="auto", allowed_functions=["wether"])},
             "tool_choice",
         ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": "3"}, "chat_template_kwargs must be a JSON object"),
     ],
 )
@@ -194,12 +196,18 @@ async def test_no_messages_are_no_conversation() -> None:
     assert "messages" in error.details()
 
 
-async def test_structure_and_a_demanded_call_contradict_each_other() -> None:
-    request = chatting(tools=[WEATHER], tool_choice=pb.ToolChoice(mode="required"))
+async def test_structure_and_calls_contradict_each_other() -> None:
+    request = chatting(tools=[WEATHER])
     request.sampling_params.structure.json_object = True
     error = await refusal(request)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "structure" in error.details()
+    request.chat.tool_choice.mode = "none"
+    async with serving(template=embedded_template()) as served:
+        await answers(served, request)
+    structure = served.generator.requests[0].params.structure
+    assert structure is not None
+    assert structure.kind is StructureKind.JSON_OBJECT
 
 
 async def test_model_without_a_template_takes_no_conversations() -> None:

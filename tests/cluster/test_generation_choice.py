@@ -37,8 +37,9 @@ def planned(**options: Any) -> PlannedText:
 
 
 def choice(index: int = 0, *, stream: bool = True, ids: bool = False, tools: bool = False, **options: Any) -> Choice:
-    calls = call_parser(parse_tool_use(TOOLS), CallStyle.HERMES) if tools else None
-    return Choice(planned(**options), index, stream=stream, return_prompt_token_ids=ids, calls=calls)
+    use = parse_tool_use(TOOLS if tools else None)
+    calls = call_parser(use, CallStyle.HERMES)
+    return Choice(planned(**options), index, stream=stream, return_prompt_token_ids=ids, mode=use.mode, calls=calls)
 
 
 def told(choice: Choice, deltas: Sequence[TextDelta]) -> list[pb.GenerateResponse]:

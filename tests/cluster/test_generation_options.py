@@ -140,6 +140,9 @@ def test_choice_is_an_array_of_strings_and_has_at_least_one() -> None:
         ({"stop_token_ids": [49152]}, "stop_token_ids"),
         ({"stop_token_ids": [2**32 - 1]}, "stop_token_ids"),
         ({"structure": {"choice": {}}}, "structure.choice"),
+        ({"structure": {"json_schema": "{"}}, "structure.json_schema"),
+        ({"structure": {"json_schema": "true"}}, "structure.json_schema"),
+        ({"structure": {"json_object": True}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
 async def test_value_out_of_range_is_an_invalid_argument_that_names_the_field(

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from fake_generator import FakeGenerator, served_model
-from gateway_api import embedded_tokenizer, says
+from gateway_api import embedded_tokenizer
 from generation_api import Served, asking, check_joined, serving
 from tandem.v1 import generation_pb2 as pb
 
@@ -91,11 +91,3 @@ async def test_clients_that_leave_in_the_middle_leave_nothing_behind(caplog: pyt
         assert info.active_requests == 0
         check_joined(await answers(served, asking(max_tokens=3)))
     assert [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
-
-
-async def test_deadline_of_the_client_is_the_requests_timeout() -> None:
-    async with serving(says("x")) as served:
-        _ = [response async for response in served.stub.Generate(asking(max_tokens=1), timeout=30)]
-    timeout_s = served.generator.requests[0].timeout_s
-    assert timeout_s is not None
-    assert 0 < timeout_s <= 30

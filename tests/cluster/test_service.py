@@ -47,6 +47,25 @@ async def test_only_complete_messages_come_when_not_streaming() -> None:
     assert len(served.generator.requests) == 3
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+async def test_log_probabilities_of_the_prompt_come_once_with_streaming_and_without(max_tokens: int) -> None:
+    async with serving() as served:
+        request = asking("one two three", n=2, max_tokens=max_tokens, prompt_logprobs=2)
+        request.return_prompt_token_ids = True
+        wholes = check_joined([response async for response in served.stub.Generate(request)])
+        request.stream = False
+        unstreamed = [response.complete async for response in served.stub.Generate(request)]
+    ids = embedded_tokenizer().encode("one two three")
+    assert list(wholes[0].prompt_token_ids) == ids
+    assert len(wholes[0].prompt_logprobs.logprobs) == len(ids) - 1
+    assert len(wholes[0].prompt_logprobs.top_token_ids) == 2 * (len(ids) - 1)
+    assert [whole.completion_tokens for whole in wholes.values()] == [max_tokens, max_tokens]
+    assert not wholes[1].HasField("prompt_logprobs")
+    assert {complete.index: complete.prompt_logprobs for complete in unstreamed} == {
+        index: whole.prompt_logprobs for index, whole in wholes.items()
+    }
+
+
 async def test_stop_string_is_matched_and_named() -> None:
     async with serving(says("one two three")) as served:
         responses = [r async for r in served.stub.Generate(asking(max_tokens=20, stop=["", " three"]))]
