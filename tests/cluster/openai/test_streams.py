@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_generator import FakeGenerator
-from gateway_api import Api, embedded_tokenizer, events, finish_reasons, streamed_text
+from gateway_api import Api, embedded_tokenizer, events, finish_reasons, says, streamed_text
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 FRAGMENTS = [
@@ -141,7 +141,7 @@ def test_streamed_chat_is_the_unstreamed_one(
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])
 async def test_usage_grows_with_every_chunk_when_it_is_asked_for(is_chat: bool) -> None:
-    api = Api()
+    api = Api(says("one two three four"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     send = api.chat if is_chat else api.complete
     chunks = events(await send("Hi", max_tokens=3, stream=True, stream_options=options))
