@@ -29,7 +29,9 @@ _NUM_TEXTS = 6
 _TEXT_BYTES = 64
 _SIGNS = frozenset(b'"{}[],:')  # taken every other time, or random texts would never see the end of a string
 
-_REFUSED = 3  # the exit status; what was wrong is written to standard output
+# Exit statuses.
+_REFUSED = 3  # what was wrong is written to standard output
+_NO_MEMORY = 4
 # Far beyond the processor time: for a machine that does not get round to it.
 _PATIENCE_S = 60.0
 _ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +58,7 @@ def try_out(grammar: str, special: SpecialIds, *, max_cpu_s: float = MAX_CPU_S) 
         raise ValueError(child.stdout.decode())
     if child.returncode == -signal.SIGPROF:
         raise ValueError(f"it is too complex: it takes more than {max_cpu_s:g} s to compile")
-    if child.returncode < 0:
+    if child.returncode == _NO_MEMORY or child.returncode < 0:  # the library ends the process where it gets none
         raise ValueError(f"it is too complex: it takes more than {MAX_MEMORY_BYTES >> 20} MiB to compile")
     assert child.returncode == 0, f"a trial ended with {child.returncode}: {child.stderr.decode(errors='replace')}"
 
@@ -102,6 +104,8 @@ def main() -> int:
     except ValueError as exc:
         sys.stdout.write(str(exc))
         return _REFUSED
+    except MemoryError:
+        return _NO_MEMORY
     return 0
 
 
