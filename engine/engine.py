@@ -14,7 +14,8 @@ from engine.kvcache.manager import KVCacheManager
 from engine.kvcache.spec import FullAttentionSpec
 from engine.memory import PoolMemory
 from engine.outputs import FilledBlocks, RequestOutput, StepResult
-from engine.request import Request, RequestStatus
+from engine.receiving import Receiving
+from engine.request import Request
 from engine.sampling_params import FinishReason
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
@@ -46,6 +47,8 @@ class Engine:
         self._scheduler = Scheduler(
             config, self._manager, fingerprint=layout.fingerprint, vocab_size=executor.vocab_size
         )
+        self._requests = self._scheduler.requests
+        self._receiving = Receiving(self._requests, self._manager)
 
     # --- requests
 
@@ -93,13 +96,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` could do something now; if not, only a call of another method can change that."""
-        return self._scheduler.has_work or self._pool.has_events
+        return self._requests.has_work or self._pool.has_events
 
     # --- receiving
 
     def commit_blocks(self, request_id: str, num_blocks: int) -> None:
         """The leading `num_blocks` blocks of a receiving request are real now: full ones enter the prefix cache."""
-        self._scheduler.commit_blocks(request_id, num_blocks)
+        self._receiving.commit_blocks(request_id, num_blocks)
 
     def finish_receiving(
         self,
@@ -122,7 +125,7 @@ class Engine:
         Raises:
             ValueError: no such request receives, or the numbers contradict its tokens.
         """
-        return self._scheduler.finish_receiving(request_id, num_tokens, first_token, fork_tokens)
+        return self._receiving.finish(request_id, num_tokens, first_token, fork_tokens)
 
     # --- holding
 
@@ -139,7 +142,7 @@ class Engine:
             ValueError: a block that is not pinned so often; nothing is changed.
         """
         self._manager.unpin(block_ids)
-        self._scheduler.wake()
+        self._requests.wake()
 
     def cached_hashes(self) -> list[BlockHash]:
         """Of all blocks that a request could find now; what all KV events so far add up to, untaken ones included."""
@@ -148,22 +151,22 @@ class Engine:
     def clear_cache(self) -> None:
         """Forgets all cached blocks that nobody holds."""
         self._pool.clear()
-        self._scheduler.wake()
+        self._requests.wake()
 
     # --- observing
 
     def stats(self) -> EngineStats:
-        scheduler, counters = self._scheduler, self._scheduler.counters
+        requests, counters = self._requests, self._scheduler.counters
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.forking),
-            num_receiving=len(scheduler.receiving),
+            num_running=len(requests.running),
+            num_waiting=requests.num_waiting,
+            num_receiving=len(requests.receiving),
             num_free_blocks=self._pool.num_free_blocks,
             num_cached_blocks=self._pool.num_cached_blocks,
             num_active_blocks=self._pool.num_active_blocks,
             num_pins=self._manager.num_pins,
-            num_waiting_tokens=scheduler.waiting.num_tokens
-            + sum(request.num_uncomputed_tokens for request in scheduler.running),
+            num_waiting_tokens=requests.waiting.num_tokens
+            + sum(request.num_uncomputed_tokens for request in requests.running),
             num_prefix_queries=counters.num_prefix_queries,
             num_prefix_hits=counters.num_prefix_hits,
             num_preemptions=counters.num_preemptions,
@@ -178,26 +181,4 @@ class Engine:
             AssertionError: they are not; the message has the numbers.
         """
         self._manager.check_integrity()
-        scheduler = self._scheduler
-        by_status = dict.fromkeys(RequestStatus, 0)
-        for request in scheduler.requests.values():
-            by_status[request.status] += 1
-            is_holding = request.status in (RequestStatus.RUNNING, RequestStatus.RECEIVING)
-            assert self._manager.holds(request.request_id) == is_holding, (
-                f"{request} must hold blocks only while it runs"
-            )
-            assert is_holding or request.num_computed_tokens == 0, f"{request} has no blocks, so nothing is computed"
-            assert (request.prompt is not None) == (request.status is RequestStatus.FORKING), request
-            for fork in request.forks or ():
-                assert fork.prompt is request, f"{fork} waits for another prompt than {request}"
-                assert scheduler.forking.get(fork.request_id) is fork, f"{fork} is not among those that wait to fork"
-        expected = {
-            RequestStatus.FORKING: sum(len(request.forks or ()) for request in scheduler.requests.values()),
-            RequestStatus.WAITING: len(scheduler.waiting),
-            RequestStatus.RECEIVING: len(scheduler.receiving),
-            RequestStatus.RUNNING: len(scheduler.running),
-            RequestStatus.FINISHED: 0,
-        }
-        assert by_status == expected, f"requests are {by_status}, lists have {expected}"
-        num_holding = by_status[RequestStatus.RUNNING] + by_status[RequestStatus.RECEIVING]
-        assert self._manager.num_holding == num_holding, f"{self._manager.num_holding} hold blocks, not {num_holding}"
+        self._requests.check_integrity()

@@ -10,7 +10,11 @@ before it was lost, keeps it.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from engine.executor import SampledToken
+from engine.kvcache.manager import KVCacheManager
+from engine.outputs import RequestOutput
 from engine.request import Request, RequestStatus
+from engine.requests import Requests
 
 
 def check_forks(prompt: Request, forks: Sequence[Request]) -> None:
@@ -50,23 +54,34 @@ def check_fork_tokens(prompt: Request, first_token: int | None, fork_tokens: Map
         raise ValueError(f"no first token for {', '.join(missing)}, forks of {prompt.request_id}")
 
 
-def attach(prompt: Request, forks: Sequence[Request]) -> None:
-    """Makes them wait for the prompt's last token."""
-    prompt.forks = list(forks)
-    for fork in forks:
-        fork.status = RequestStatus.FORKING
-        fork.prompt = prompt
+def fork_off(
+    prompt: Request, sampled: Mapping[str, SampledToken], requests: Requests, manager: KVCacheManager
+) -> list[RequestOutput]:
+    """The prompt is computed: its forks get their first tokens, and go on without it.
+
+    Args:
+        sampled: the tokens of those that have none yet.
+    """
+    outputs: list[RequestOutput] = []
+    prompt_logprobs = prompt.take_prompt_logprobs()
+    for fork in tuple(prompt.forks or ()):
+        _inherit(fork, prompt)
+        if not fork.output_token_ids:
+            outputs.append(requests.take_token(fork, sampled[fork.request_id], prompt_logprobs))
+        if fork.status is RequestStatus.FINISHED:
+            continue
+        if requests.num_seats < 0:  # the prompt's own is free
+            requests.wait_again(fork)
+            continue
+        requests.detach(fork)
+        manager.fork(prompt.request_id, fork.request_id)
+        fork.num_computed_tokens = prompt.num_computed_tokens
+        requests.run(fork)
+    requests.finish(prompt, None)
+    return outputs
 
 
-def detach(fork: Request) -> None:
-    """Takes a fork off the prompt that it waits for."""
-    assert fork.prompt is not None, f"{fork} waits for no prompt"
-    assert fork.prompt.forks is not None, f"{fork.prompt} has no forks"
-    fork.prompt.forks.remove(fork)
-    fork.prompt = None
-
-
-def inherit(fork: Request, prompt: Request) -> None:
+def _inherit(fork: Request, prompt: Request) -> None:
     """What is known of the prompt is known of its fork: when it began, what was cached, the names of its blocks."""
     fork.first_scheduled_time = prompt.first_scheduled_time
     fork.num_cached_tokens = prompt.num_cached_tokens

@@ -42,9 +42,9 @@ def simulate_scheduled(
     for index, lengths in enumerate(workload.requests):
         scheduler.add_request(_request(index, lengths, workload.max_len))
     meter, window = OccupancyMeter(num_slots, step_time), LoadWindow()
-    while scheduler.has_work:
+    while scheduler.requests.has_work:
         step = scheduler.schedule(now=0.0).step
-        if window.is_open(len(scheduler.running), len(scheduler.waiting)):
+        if window.is_open(len(scheduler.requests.running), len(scheduler.requests.waiting)):
             num_sampled = sum(scheduled.sampling is not None for scheduled in step.requests)
             places = _places(scheduler, step, workload)
             meter.add(places, num_computed=step.num_tokens, num_sampled=num_sampled)
@@ -79,5 +79,5 @@ def _places(scheduler: Scheduler, step: SchedulerOutput, workload: Workload) -> 
             num_final_tokens=workload.requests[int(request.request_id)].total - 1,
             num_granted=scheduler.manager.num_held_blocks(request.request_id) * scheduler.manager.block_size,
         )
-        for request in scheduler.running
+        for request in scheduler.requests.running
     ]
