@@ -99,7 +99,9 @@ _CALL: Schema = _object(
     {
         "id": _STRING,
         "type": {"const": "function"},
-        "function": _object({"name": _STRING, "arguments": _STRING}, "name", "arguments"),
+        "function": _object(
+            {"name": _STRING, "arguments": {"anyOf": [_STRING, {"type": "object"}, {"type": "null"}]}}, "name"
+        ),
     },
     "function",
 )
@@ -126,8 +128,8 @@ MESSAGES_SCHEMA: Schema = {
         "anyOf": [
             *(_message(role) for role in ("system", "developer", "user", "assistant")),
             _ASSISTANT_CALLS,
-            _message("tool", tool_call_id=_STRING),
-            _message("function", name=_STRING),
+            _message("tool", tool_call_id=_nullable(_STRING), name=_nullable(_STRING)),
+            _message("function", name=_nullable(_STRING)),
         ]
     },
 }

@@ -5,6 +5,7 @@ an object. Clients write content as a list of parts, leave it null beside tool c
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
@@ -50,8 +51,17 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         out["reasoning_content"] = message["reasoning_content"]
     if role in ("tool", "function"):
         # Some templates tell the model which tool answers; other roles' names no template knows.
-        out |= {key: message[key] for key in ("name", "tool_call_id") if isinstance(message.get(key), str)}
+        out |= _texts(message, ("name", "tool_call_id"), where)
     return out
+
+
+def _texts(message: Mapping[str, Any], keys: Sequence[str], where: str) -> dict[str, str]:
+    """Those of the keys that are there; each must be a string."""
+    texts = {key: message[key] for key in keys if message.get(key) is not None}
+    for key, text in texts.items():
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{where}.{key} must be a string, not {shorten(text)}", param=f"{where}.{key}")
+    return texts
 
 
 def _text(content: Any, where: str) -> str:
@@ -100,14 +110,20 @@ def _call(call_id: Any, function: Any, where: str) -> dict[str, Any]:
     return {
         "id": call_id,
         "type": "function",
-        "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"))},
+        "function": {"name": function["name"], "arguments": _arguments(function.get("arguments"), where)},
     }
 
 
-def _arguments(arguments: Any) -> Any:
+def _arguments(arguments: Any, where: str) -> Any:
     """Arguments as an object where they are one: templates print them as JSON themselves."""
+    if arguments is None:
+        return {}
+    if isinstance(arguments, dict):
+        return arguments
     if not isinstance(arguments, str):
-        return arguments if arguments is not None else {}
+        raise InvalidRequest(
+            f"{where}.arguments must be a string, not {shorten(arguments)}", param=f"{where}.arguments"
+        )
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -20,6 +20,7 @@ async def test_models_lists_the_served_one_with_its_context() -> None:
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "tandem",
+        "root": MODEL,
         "max_model_len": 8192,
     }
     assert (await api.http.get(f"/v1/models/{MODEL}")).json() == model
