@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -14,10 +12,10 @@ from google.protobuf import json_format
 from fake_generator import FakeGenerator
 from gateway_api import embedded_tokenizer, says
 from generation_api import embedded_template, serving
+from grpc_guide import commands, run_program
 from reflective_client import ReflectiveClient
 
 GENERATION = "tandem.v1.Generation"
-GUIDE = Path(__file__).parents[2] / "docs" / "grpc.md"
 T = TypeVar("T")
 
 
@@ -29,16 +27,6 @@ async def with_client(address: str, use: Callable[[ReflectiveClient], T]) -> T:
             return use(client)
 
     return await asyncio.to_thread(run)
-
-
-def blocks(language: str) -> list[str]:
-    """The guide's examples."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE.read_text(), re.S | re.M)
-
-
-def commands() -> list[str]:
-    """The command lines of the guide's examples: each begins at the start of a line."""
-    return [command for block in blocks("sh") for command in re.split(r"(?m)^(?=grpcurl)", block) if command.strip()]
 
 
 async def test_server_tells_its_services_methods_and_messages() -> None:
@@ -104,18 +92,8 @@ async def test_command_of_the_guide_is_answered(command: str) -> None:
 
 
 async def test_program_of_the_guide_prints_the_text_and_the_trailers() -> None:
-    (program,) = blocks("python")
-    address = "127.0.0.1:8001"
-    assert address in program
-    printed: list[str] = []
-
-    def write(*values: object, end: str = "\n", flush: bool = False) -> None:
-        printed.append(" ".join(map(str, values)) + end)
-
     async with serving(says("Once upon a time."), template=embedded_template()) as served:
-        code = compile(program.replace(address, served.address), str(GUIDE), "exec")
-        await asyncio.to_thread(exec, code, {"print": write})
-    output = "".join(printed)
+        output = await asyncio.to_thread(run_program, served.address)
     assert output.startswith("Once upon a time.\n")
     assert "tokens, stop\n" in output
     assert "x-request-id story-1\n" in output
