@@ -14,6 +14,7 @@ Several choices of one prompt are a request that computes the prompt and has no 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 
 from engine.executor import SampledToken, SamplingInput, TokenMatcher
@@ -152,6 +153,10 @@ class Request:
         told = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
         self.prompt_logprobs = None
         return told
+
+    def hold_to(self, matcher: TokenMatcher) -> None:
+        """Gives it the matcher of `params.structure`, if it was made without; before an engine has it."""
+        self.sampling_input = replace(self.sampling_input, matcher=matcher)
 
     def append_token(self, token_id: int) -> None:
         self.output_token_ids.append(token_id)

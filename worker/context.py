@@ -15,6 +15,7 @@ from worker.drain import Drain
 from worker.engine_thread import EngineThread
 from worker.metrics import WorkerMetrics
 from worker.session import SessionHandler
+from worker.structures import Structures
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class WorkerContext:
     drain: Drain
     metrics: WorkerMetrics
     times: HandoffTimes
+    structures: Structures
     tls: PeerTls | None = None  # to other workers
 
     @property

@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -34,6 +35,7 @@ from worker.kv_events import KvEventPublisher
 from worker.load import LoadReporter
 from worker.metrics import MetricsEndpoint, Snapshot, WorkerMetrics
 from worker.service import WorkerService
+from worker.structures import Structures, model_compiler
 
 ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 
@@ -111,7 +113,8 @@ class WorkerNode:
         times = HandoffTimes(
             lease_s=config.lease_s, answer_s=min(10.0, config.lease_s), deadline_s=config.handoff_timeout_s
         )
-        context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times, tls)
+        structures = Structures(partial(model_compiler, config.model, built.vocab_size))
+        context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times, structures, tls)
         self._role = role = self._make_role(context)
         handle = built.memory.handle(self.instance_id, built.layout)
         staged = stage_pool(role, built.memory, built.layout, self.instance_id)
@@ -126,6 +129,7 @@ class WorkerNode:
         if staged is not None:
             stack.push_async_callback(staged.close)
         stack.push_async_callback(role.puller.close)
+        stack.callback(structures.close)
         stack.callback(self._provider.close)
 
         endpoint = metrics.serve(config.host, config.metrics_port)
