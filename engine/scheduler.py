@@ -109,6 +109,8 @@ class Scheduler:
         if not preempted:  # else what was just given up would be asked for again
             self._admit(now, budget, scheduled, admitted, targets)
         step = SchedulerOutput(tuple(scheduled), self.manager.take_copies())
+        # Who got a copy has one token to compute, and only newer requests are preempted after it.
+        assert step.requests or not step.block_copies, f"{step.block_copies} to copy, but nobody computes"
         return Schedule(step, tuple(targets), tuple(preempted), tuple(admitted))
 
     def update(self, step: SchedulerOutput, output: ModelOutput) -> tuple[list[RequestOutput], list[FilledBlocks]]:

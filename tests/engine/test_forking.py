@@ -1,5 +1,6 @@
 """Several choices of one prompt: it is computed once, and its blocks are shared until somebody writes."""
 
+import numpy as np
 import pytest
 
 from engine.errors import QueueFull
@@ -263,6 +264,37 @@ def test_the_last_of_the_forks_writes_in_place_when_the_others_are_gone():
     check(driver.run(), forks[1:])
 
 
+class Multiples:
+    """Allows the multiples of a number."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def allowed(self, output_token_ids):
+        bits = np.packbits(np.arange(VOCAB_SIZE) % self.number == 0, bitorder="little")
+        return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
+
+
+def test_each_fork_is_held_to_its_own_matcher_also_when_it_was_preempted():
+    driver = Driver(make_engine(num_blocks=7, expected_growth_tokens=0))
+    prompt, _ = make_choices(prompt=prompt_of(6), max_tokens=10)
+    forks = [
+        make_request(
+            f"a.{n}", prompt_of(6), max_tokens=10, temperature=1.0, seed=n, matcher=Multiples(n) if n > 1 else None
+        )
+        for n in (1, 2, 3, 5)
+    ]
+    driver.add_choices(prompt, forks)
+    driver.run()
+    assert driver.preempted
+    for number, fork in zip((1, 2, 3, 5), forks, strict=True):
+        matcher = fork.sampling_input.matcher
+        tokens = driver.tokens(fork.request_id)
+        assert tokens == expected_tokens(fork.prompt_token_ids, fork.params, VOCAB_SIZE, matcher=matcher)
+        assert all(token % number == 0 for token in tokens)
+    check_idle(driver.engine)
+
+
 # --- pools that are too small
 
 
@@ -336,6 +368,21 @@ def test_forks_go_on_from_received_blocks_and_tokens(length):
         assert driver.tokens(fork.request_id) == expected(fork)[1:]
         assert not any(output.is_first for output in driver.outputs[fork.request_id])
     assert driver.engine.stats().num_computed_tokens == 4 * 5
+    check_idle(driver.engine)
+
+
+def test_received_forks_without_a_seat_wait_with_their_tokens():
+    driver = Driver(make_engine(max_num_seqs=2))
+    prompt, forks = make_choices(prompt=prompt_of(6), receives_kv=True)
+    target = receiving(driver, prompt, forks)
+    fill(driver.engine, target, prompt.prompt_token_ids)
+    driver.engine.finish_receiving("a", 6, None, {fork.request_id: expected(fork)[0] for fork in forks})
+    stats = driver.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_receiving) == (2, 2, 0)
+    driver.engine.check_integrity()
+    driver.run()
+    for fork in forks:
+        assert driver.tokens(fork.request_id) == expected(fork)[1:]
     check_idle(driver.engine)
 
 

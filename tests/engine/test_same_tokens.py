@@ -180,6 +180,7 @@ def loads(draw):
             priority=draw(st.integers(-1, 1)),
             arrival_time=float(draw(st.integers(0, 3))),
             cache_salt=draw(st.sampled_from(["", "", "other"])),
+            prompt_logprobs=draw(st.sampled_from([None, None, 1])),
             stop_token_ids=draw(st.sampled_from([(), tuple(range(0, VOCAB_SIZE, 4))])),
         )
         requests.append((prompt, forks))
@@ -187,6 +188,20 @@ def loads(draw):
     names = [each.request_id for prompt, forks in requests for each in (prompt, *forks)]
     aborts = draw(st.dictionaries(st.sampled_from(names), st.integers(0, 40), max_size=4))
     return config, requests, arrivals, aborts
+
+
+def check_prompt_logprobs(case, request, outputs):
+    """They come with the first token, if they were asked for."""
+    first, *rest = outputs
+    assert {output.prompt_logprobs for output in rest} <= {None}
+    if request.params.prompt_logprobs is None:
+        assert first.prompt_logprobs is None
+        return
+    wanted = case.prompt_logprobs(request.prompt_token_ids, request.params)
+    assert [token.token_id for token in first.prompt_logprobs] == [token.token_id for token in wanted]
+    assert [token.logprob for token in first.prompt_logprobs] == pytest.approx(
+        [token.logprob for token in wanted], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", EXECUTORS)
@@ -219,5 +234,7 @@ def test_every_request_ends_with_the_right_tokens_under_any_load(name):
             whole = expected(case, sequence, driver.engine.config.max_model_len)
             tokens = driver.tokens(sequence.request_id)
             assert tokens == whole[: len(tokens)]
+            if tokens:
+                check_prompt_logprobs(case, sequence, driver.outputs[sequence.request_id])
 
     under()

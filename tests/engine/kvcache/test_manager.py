@@ -167,3 +167,108 @@ def test_integrity_check_fails_when_a_reference_belongs_to_nobody(manager):
     with pytest.raises(AssertionError, match=f"hold block {block_id}"):
         manager.check_integrity()
     manager.pool.free([block_id])
+
+
+# --- forks
+
+
+def fork(manager, length, num_forks):
+    """Forks "f0", "f1", … of a prompt of so many tokens, which is gone."""
+    compute(manager, "prompt", range(length))
+    names = [f"f{index}" for index in range(num_forks)]
+    for name in names:
+        manager.fork("prompt", name)
+    manager.free("prompt")
+    manager.check_integrity()
+    return names
+
+
+@pytest.mark.parametrize("length", [8, 9, 11, 12])
+def test_forks_hold_the_same_blocks_until_they_write(manager, length):
+    before = -(-length // BLOCK_SIZE)
+    names = fork(manager, length, 3)
+    assert counts(manager)[2] == before
+    tables = [[list(table) for table in manager.block_tables(name)] for name in names]
+    assert tables[0] == tables[1] == tables[2]
+    for name in names:
+        assert manager.allocate_slots(name, length + 1)
+        manager.check_integrity()
+    copies = manager.take_copies()
+    num_groups = len(manager.specs)
+    if length % BLOCK_SIZE == 0:
+        assert copies == ()  # full blocks are never written again: each just takes another
+        assert counts(manager)[2] == before + 3
+        return
+    assert counts(manager)[2] == before + 2
+    after = [manager.block_tables(name) for name in names]
+    expected = [(tables[0][g][-1], after[i][g][-1]) for i in (0, 1) for g in range(num_groups)]
+    assert copies == tuple(expected)
+    assert [list(table) for table in after[2]] == tables[2], "the last one writes in place"
+    assert manager.take_copies() == ()
+    for name in names:
+        assert manager.allocate_slots(name, length + 1)
+    assert manager.take_copies() == ()
+
+
+def test_tables_are_the_same_lists_after_a_copy(manager):
+    first, _ = fork(manager, 6, 2)
+    tables = manager.block_tables(first)
+    assert manager.allocate_slots(first, 7)
+    assert manager.block_tables(first) is tables
+    assert len(manager.take_copies()) == len(manager.specs)
+
+
+def test_growth_and_copy_are_all_or_nothing_when_the_pool_is_short(manager):
+    first, second = fork(manager, 6, 2)
+    assert manager.allocate_slots("other", 6 * BLOCK_SIZE)
+    before = [list(table) for table in manager.block_tables(first)]
+    assert not manager.allocate_slots(first, 7)
+    assert [list(table) for table in manager.block_tables(first)] == before
+    manager.free("other")
+    assert manager.allocate_slots("other", 4 * BLOCK_SIZE)
+    assert not manager.allocate_slots(first, 9, keep_available=len(manager.specs))  # a copy and a block more
+    assert manager.take_copies() == ()
+    assert manager.allocate_slots(first, 9)
+    assert len(manager.take_copies()) == len(manager.specs)
+    assert counts(manager)[0] == 0
+    assert manager.allocate_slots(second, 7)  # in place
+    assert manager.take_copies() == ()
+
+
+def test_no_copy_is_made_for_who_is_left_alone(manager):
+    first, second = fork(manager, 6, 2)
+    manager.free(first)
+    assert manager.allocate_slots(second, 7)
+    assert manager.take_copies() == ()
+    assert counts(manager)[2] == 2
+
+
+def test_fork_of_a_fork_is_copied_too(manager):
+    (first,) = fork(manager, 6, 1)
+    assert manager.allocate_slots(first, 7)
+    assert manager.take_copies() == ()
+    manager.fork(first, "child")
+    assert manager.allocate_slots("child", 8)
+    assert len(manager.take_copies()) == len(manager.specs)
+    assert manager.allocate_slots(first, 8)
+    assert manager.take_copies() == ()
+
+
+def test_pinned_partial_block_is_not_written_by_a_fork(manager):
+    compute(manager, "prompt", range(6))
+    manager.fork("prompt", "fork")
+    pinned = [table[-1] for table in manager.block_tables("prompt")]
+    manager.pin(pinned)
+    manager.free("prompt")
+    assert manager.allocate_slots("fork", 7)
+    assert [source for source, _ in manager.take_copies()] == pinned
+    manager.unpin(pinned)
+
+
+def test_integrity_check_fails_when_somebody_would_write_what_others_hold(manager):
+    first, second = fork(manager, 6, 2)
+    manager._holdings[second].is_forked = False
+    with pytest.raises(AssertionError, match=f"{second} would write into blocks that others hold"):
+        manager.check_integrity()
+    manager._holdings[second].is_forked = True
+    assert manager.allocate_slots(first, 7)
