@@ -1,15 +1,15 @@
 """A scripted gateway's end of `Worker.Session`, for tests that speak to real workers."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from engine.sampling_params import SamplingParams
 from kvtransfer.sampling_wire import sampling_params_to_wire
+from tandem.v1 import sampling_pb2, worker_pb2_grpc
 from tandem.v1 import worker_pb2 as pb
-from tandem.v1 import worker_pb2_grpc
 
 PATIENCE_S = 60.0  # for what comes at once unless the machine stalls
 
@@ -25,6 +25,7 @@ class Seen:
     matched_token_id: int | None = None
     refused: pb.Refused | None = None
     need_prefill: list[pb.NeedPrefill] = field(default_factory=list)
+    prompt_logprobs: sampling_pb2.PromptLogprobs | None = None
 
     @property
     def is_over(self) -> bool:
@@ -68,15 +69,19 @@ class GatewayEnd:
         resume: Sequence[int] = (),
         timeout_ms: int = 0,
         cache_salt: str = "",
+        choices: Mapping[str, int] | None = None,
     ) -> Seen:
-        """`prefill` = (worker id, address); `cached_on` the same with a number of blocks."""
+        """`prefill` = (worker id, address); `cached_on` the same with a number of blocks; `choices`: seeds by id.
+
+        What is said of choices is seen under their own ids; a refusal under that of the prompt.
+        """
         plan = pb.Plan()
         if prefill is not None:
             plan.prefill_worker.CopyFrom(pb.Peer(worker_id=prefill[0], address=prefill[1]))
         if cached_on is not None:
             plan.cached_on.CopyFrom(pb.Peer(worker_id=cached_on[0], address=cached_on[1]))
             plan.num_cached_blocks = cached_on[2]
-        self.seen[request_id] = Seen()
+        self.seen.update({name: Seen() for name in (request_id, *(choices or ()))})
         submit = pb.Submit(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -85,6 +90,7 @@ class GatewayEnd:
             resume_token_ids=resume,
             timeout_ms=timeout_ms,
             cache_salt=cache_salt,
+            choices=[pb.Choice(request_id=name, seed=seed) for name, seed in (choices or {}).items()],
         )
         await self._call.write(pb.SessionRequest(submit=submit))
         return self.seen[request_id]
@@ -142,4 +148,7 @@ class GatewayEnd:
             seen.stages = output.stages
         if output.HasField("matched_token_id"):
             seen.matched_token_id = output.matched_token_id
+        if output.HasField("prompt_logprobs"):
+            assert len(seen.token_ids) == 1, "they come with the first token"
+            seen.prompt_logprobs = output.prompt_logprobs
         seen.finish_reason = output.finish_reason

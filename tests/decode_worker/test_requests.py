@@ -2,68 +2,20 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from grpc import StatusCode
 
 from decode_worker import DecodeWorker
+from decode_workers import VOCAB_SIZE, Start, all_given_back, expected, greedy, prompt_of
 from engine.config import EngineConfig
-from engine.hash_executor import HashExecutor, expected_tokens
+from engine.hash_executor import HashExecutor
 from engine.sampling_params import SamplingParams
 from gateway_end import PATIENCE_S, GatewayEnd
 from prefill_worker import PrefillWorker
 from tandem.v1 import sampling_pb2
 from tandem.v1 import worker_pb2 as pb
-from worker.config import WorkerConfig
 from worker.node import WorkerNode
-
-VOCAB_SIZE = 1000
-ENGINE = EngineConfig(num_blocks=64, max_model_len=512, max_num_batched_tokens=64)
-
-Start = Callable[..., Awaitable[tuple[str, str]]]
-
-
-@pytest.fixture
-async def workers() -> AsyncIterator[dict[str, WorkerNode]]:
-    """By worker id; all are stopped at the end, which proves that nothing is held any more."""
-    started: dict[str, WorkerNode] = {}
-    yield started
-    for worker in started.values():
-        await worker.stop()
-
-
-@pytest.fixture
-async def start(workers: dict[str, WorkerNode]) -> Start:
-    async def start(
-        kind: type[DecodeWorker] | type[PrefillWorker], worker_id: str, **options: object
-    ) -> tuple[str, str]:
-        options = {"engine": ENGINE, "executor": "hash", **options}
-        worker = workers[worker_id] = kind(WorkerConfig(worker_id=worker_id, **options))  # type: ignore[arg-type]
-        return worker_id, await worker.start()
-
-    return start
-
-
-def prompt_of(length: int, seed: int = 1) -> list[int]:
-    return [(seed * 7919 + i * i * 31 + i) % VOCAB_SIZE for i in range(length)]
-
-
-def greedy(max_tokens: int = 20, **options: object) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)  # type: ignore[arg-type]
-
-
-def expected(prompt: list[int], params: SamplingParams) -> list[int]:
-    return expected_tokens(prompt, params, VOCAB_SIZE, max_model_len=ENGINE.max_model_len)
-
-
-async def all_given_back(gateway: GatewayEnd) -> None:
-    await gateway.until(
-        lambda: (
-            not gateway.load.num_active_blocks
-            and not (gateway.load.num_running + gateway.load.num_waiting + gateway.load.num_transferring)
-        )
-    )
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 65, 200, 480])
