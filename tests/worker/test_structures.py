@@ -92,9 +92,10 @@ async def test_a_bad_structure_is_refused_with_what_is_wrong(gate: Gate, structu
     assert len(await Answer(structures, A).only()) == 1
 
 
-async def test_nothing_is_loaded_before_the_first_structure_and_once_then(gate: Gate, structures: Structures) -> None:
-    threads = {thread.name for thread in threading.enumerate()}
-    assert not any(name.startswith("structures") for name in threads)
+async def test_nothing_is_loaded_before_the_first_structure_and_once_then(gate: Gate) -> None:
+    threads = {thread.ident for thread in threading.enumerate()}
+    structures = Structures(gate.new_compiler)
+    assert threads.issuperset(thread.ident for thread in threading.enumerate())
     assert gate.num_loaded == 0
     gate.opened.set()
     answers = [Answer(structures, structure) for structure in (A, B, A, BAD)]
@@ -102,6 +103,7 @@ async def test_nothing_is_loaded_before_the_first_structure_and_once_then(gate: 
         await answer.only()
     assert gate.num_loaded == 1
     assert gate.num_tried == 3
+    structures.close()
 
 
 async def test_the_loop_goes_on_while_a_structure_is_compiled(gate: Gate, structures: Structures) -> None:

@@ -89,9 +89,15 @@ def test_the_mask_comes_before_top_k_and_top_p() -> None:
 def test_min_tokens_masks_stop_tokens_but_never_the_last_way_out(temperature: float) -> None:
     wish = {"min_tokens": 10, "stop_token_ids": (1, 2, 99), "temperature": temperature}
     row = [0.0, 9.0, 8.0, 1.0]
-    may_go_on, may_only_stop = both([row, row], [held([1, 2, 3], 4, **wish), held([2], 4, **wish)])
+    allowed = ([1, 2, 3], [2], [0, 3])
+    may_go_on, may_only_stop, is_not_asked = both([row] * 3, [held(ids, 4, **wish) for ids in allowed])
     assert may_go_on.token_id == 3
     assert may_only_stop.token_id == 2
+    assert is_not_asked.token_id in (0, 3)
+    # Of several ways out the model has its choice.
+    wish = wish | {"temperature": temperature / 100}
+    assert [token.token_id for token in both([row], [held([1, 2], 4, **wish)])] == [1]
+    assert [token.token_id for token in both([row[::-1]], [held([1, 2], 4, **wish)])] == [2]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:

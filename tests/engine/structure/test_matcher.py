@@ -170,7 +170,7 @@ def test_the_mask_is_as_large_as_the_models_vocabulary(vocab_size: int) -> None:
     assert allowed_ids(matcher, []) == [i for i in [0, 1, 2, 3, 5, 6, 7, 8, 9] if i < vocab_size]
 
 
-def test_a_text_ends_by_any_end_of_sequence_token_and_by_nothing_else() -> None:
+def test_a_text_ends_by_any_end_of_sequence_token_and_by_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     matcher = compiled(StructureKind.REGEX, "ab?", tiny()).matcher()
     assert allowed_ids(matcher, []) == [1, 3]
     assert allowed_ids(matcher, [1]) == [0, 2, 9]
@@ -178,6 +178,7 @@ def test_a_text_ends_by_any_end_of_sequence_token_and_by_nothing_else() -> None:
     # Behind the end, as far as `min_tokens` drives it.
     assert allowed_ids(matcher, [1, 9]) == [0, 9]
     assert allowed_ids(matcher, [1, 9, 0]) == [0, 9]
+    assert not caplog.records  # nothing was given up
 
 
 # --- a function of the tokens alone
