@@ -12,10 +12,11 @@ from cluster.openai.request_fields import Flag, Int, RequestFields, Text
 from cluster.openai.unsupported import UNSUPPORTED_IN_CHAT
 from cluster.text.chat_template import ChatTemplate
 from cluster.text_request import TextOptions
-from cluster.tools.call_structure import call_structure
+from cluster.tools.answer_structure import answer_structure
+from cluster.tools.call_style import CallStyle, markup_token_ids
 from cluster.tools.conversation import render_conversation
 from cluster.tools.tool_use import ToolMode, ToolUse, parse_tool_use
-from engine.structure.spec import Structure
+from engine.tokenizer.tokenizer import Tokenizer
 
 Messages = Annotated[list[Any], Field(min_length=1), WithJsonSchema(MESSAGES_SCHEMA)]
 Tools = Annotated[Any, WithJsonSchema(TOOLS_SCHEMA)]
@@ -78,11 +79,11 @@ class ChatRequest(RequestFields):
             | (self.chat_template_kwargs or {}),
         )
 
-    def options(self, tool_use: ToolUse, markup_token_ids: tuple[int, ...] = ()) -> TextOptions:
+    def options(self, tool_use: ToolUse, style: CallStyle, tokenizer: Tokenizer) -> TextOptions:
         """How to continue the conversation.
 
         Args:
-            markup_token_ids: special tokens that calls are written with.
+            style: how the model writes calls.
 
         Raises:
             InvalidRequest: a combination that means nothing.
@@ -95,18 +96,6 @@ class ChatRequest(RequestFields):
             max_tokens=max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
-            structure=self._structure(tool_use),
-            shown_special_tokens=markup_token_ids if tool_use.mode is ToolMode.AUTO else (),
+            structure=answer_structure(tool_use, self.structure(), style, tokenizer),
+            shown_special_tokens=markup_token_ids(tokenizer, style) if tool_use.mode is ToolMode.AUTO else (),
         )
-
-    def _structure(self, tool_use: ToolUse) -> Structure | None:
-        asked = self.structure()
-        if asked is None:
-            return call_structure(tool_use)
-        if tool_use.mode is not ToolMode.NONE:
-            raise InvalidRequest(
-                'tools are not allowed for a text that is held to a structure, except with tool_choice "none": a call '
-                "has a structure of its own",
-                param="tools",
-            )
-        return asked

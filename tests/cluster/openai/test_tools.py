@@ -157,6 +157,20 @@ async def test_required_call_is_read_as_it_is_demanded() -> None:
     assert structure.kind is StructureKind.GRAMMAR
 
 
+@pytest.mark.parametrize("text", [CALL, '{"a": 5}'], ids=["call", "answer"])
+async def test_tools_and_an_answers_format_go_together(text: str) -> None:
+    api = Api(says(text))
+    fields: dict[str, Any] = {"tools": TOOLS, "response_format": {"type": "json_object"}, "max_tokens": 99}
+    choice = (await api.chat("Weather?", **fields)).json()["choices"][0]
+    if text == CALL:
+        assert choice["finish_reason"] == "tool_calls"
+    else:
+        assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+    structure = api.generator.requests[0].params.structure
+    assert structure is not None
+    assert structure.kind is StructureKind.GRAMMAR
+
+
 async def test_free_model_is_held_to_nothing() -> None:
     api = Api()
     await api.chat("Weather?", tools=TOOLS, max_tokens=1)
@@ -171,7 +185,8 @@ async def test_free_model_is_held_to_nothing() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": TOOLS, "guided_grammar": 'start: "x"'}, "tools"),
+        ({"tools": TOOLS, "guided_regex": "x", "ignore_eos": True}, "ignore_eos"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )
