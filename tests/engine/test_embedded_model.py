@@ -7,6 +7,7 @@ import torch
 from engine.config import Dtype, EngineConfig
 from engine.cpu_tiles import has_tiles
 from engine.engine import Engine
+from engine.executor import SampledToken
 from engine.memory import PrivateMemory
 from engine.model.locate import EMBEDDED_MODEL, resolve_model
 from engine.request import Request
@@ -77,6 +78,52 @@ def test_bfloat16_is_the_same_to_the_bit_alone_in_any_chunks_and_from_a_warm_cac
     assert logprobs(driver, "warm") == cold
     chunked = make_driver(dtype="bfloat16", max_num_batched_tokens=16)
     assert logprobs(chunked, "chunked") == cold
+
+
+@pytest.mark.skipif(not has_tiles(torch.bfloat16), reason="this CPU multiplies bfloat16 otherwise")
+def test_bfloat16_log_probabilities_of_a_prompt_are_the_same_to_the_bit_in_any_chunks(oracle: Oracle) -> None:
+    prompt = prompts()["100 tokens"]
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=3)
+
+    def found(driver: Driver, *mates: Request) -> tuple[SampledToken, ...]:
+        driver.add(Request("a", prompt, params, arrival_time=0.0), *mates)
+        told = driver.run().outputs["a"][0].prompt_logprobs
+        assert told is not None
+        return told
+
+    whole = make_driver(dtype="bfloat16", max_num_batched_tokens=128)
+    expected = found(whole)
+    assert found(whole) == expected  # with its blocks cached
+    mate = Request("mate", prompts()["63 tokens"], params, arrival_time=0.0)
+    for budget in (16, 33):
+        assert found(make_driver(dtype="bfloat16", max_num_batched_tokens=budget), mate) == expected
+    exact = oracle.logits(prompt)[:-1].log_softmax(-1)
+    wide = found(make_driver())
+    for token, row in zip(wide, exact, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_choices_of_one_prompt_are_the_requests_alone(dtype: Dtype) -> None:
+    prompt = prompts()["turn 2"]
+
+    def request(name: str, seed: int) -> Request:
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8, seed=seed, logprobs=2)
+        return Request(name, prompt, params, arrival_time=0.0)
+
+    driver = make_driver(dtype=dtype)
+    driver.add_choices(request("together", 0), [request(f"together {seed}", seed) for seed in range(4)])
+    driver.run()
+    alone = make_driver(dtype=dtype)
+    for seed in range(4):
+        alone.add(request(f"alone {seed}", seed))
+        alone.run()
+        together = [output.token for output in driver.outputs[f"together {seed}"]]
+        if dtype == "bfloat16" and has_tiles(torch.bfloat16):
+            assert together == [output.token for output in alone.outputs[f"alone {seed}"]]
+        else:
+            assert [token.token_id for token in together] == alone.tokens(f"alone {seed}")
+    check_idle(driver.engine)
 
 
 def test_tokens_equal_transformers_when_requests_are_preempted(expected: dict[str, list[int]]) -> None:
