@@ -9,7 +9,8 @@ The life of a prefill here (`prefills.py`), asked for by a decode worker's hand-
 5. **Over**: all confirmed, or the stream ended, the lease or deadline passed, the engine failed. Pins go, computing
    stops.
 
-The blocks stay in the prefix cache until they are evicted.
+The blocks stay in the prefix cache until they are evicted. For a prompt of several choices a first token is sampled for
+each, from the one computation, and all leave together; so do log-probabilities of the prompt, if they are wanted.
 """
 
 from prefill_worker.worker import PrefillWorker
