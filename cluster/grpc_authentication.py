@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 import grpc
 
 from cluster.api_keys import REFUSAL, ApiKeys
-from cluster.call_context import AUTHORIZATION, first_values
+from cluster.call_context import AUTHORIZATION, REQUEST_ID, call_context, first_values
+from cluster.call_record import current_call
 
 # Whoever watches a server's health need not know its keys.
 _OPEN = "/grpc.health.v1.Health/"
@@ -33,4 +34,6 @@ class GrpcAuthentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+    record = current_call.get()
+    call = call_context(context.invocation_metadata() or ()) if record is None else record.context
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL, ((REQUEST_ID, call.request_id),))

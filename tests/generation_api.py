@@ -48,11 +48,11 @@ async def serving(
     reflection.enable_server_reflection(("tandem.v1.Generation", reflection.SERVICE_NAME), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        try:
+    try:
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             yield Served(address, generation_pb2_grpc.GenerationStub(channel), api.generator)
-        finally:
-            await server.stop(None)
+    finally:
+        await server.stop(None)
 
 
 def asking(text: str = "Hi", *, stream: bool = True, **params: Any) -> pb.GenerateRequest:

@@ -94,6 +94,22 @@ async def test_reflection_is_all_that_a_client_needs() -> None:
         await asyncio.to_thread(use, f"127.0.0.1:{gateway.grpc_port}")
 
 
+async def test_key_is_wanted_for_every_call_and_a_refusal_has_its_id() -> None:
+    async with running(api_key=["sesame"]) as gateway, stub_of(gateway) as stub:
+        for key in (None, "open"):
+            metadata = [("x-request-id", "call-7"), *([("authorization", f"Bearer {key}")] if key else [])]
+            for call in (
+                stub.Generate(asking(), metadata=metadata),
+                stub.Tokenize(pb.TokenizeRequest(text="Hi"), metadata=metadata),
+                stub.Abort(pb.AbortRequest(request_ids=["call-8"]), metadata=metadata),
+            ):
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert dict(await call.trailing_metadata()) == {"x-request-id": "call-7"}
+        call = stub.Generate(asking(), metadata=[("authorization", "Bearer sesame")])
+        assert list(check_joined([response async for response in call])[0].output_ids) == expected()
+        assert gateway.generator.stats.num_active == 0
+
+
 async def test_prompt_of_more_ids_than_any_context_is_refused_and_others_are_served() -> None:
     async with running() as gateway, stub_of(gateway) as stub:
         for token_id in (1, 2**32 - 1):  # 2.2 and 11 million bytes: what a message may have at most is between them
