@@ -120,8 +120,9 @@ async def _ended_in_time(call: Callable[[], None]) -> bool:
 class WorkerActor:
     """One worker in a process of its own. Light at birth: Ray makes it anew after a death; `start` loads the model."""
 
-    def __init__(self, planned: PlannedWorker, *, on_node_address: bool, log_level: str) -> None:
-        configure_logging(log_level, planned.config.log_format)
+    def __init__(self, planned: PlannedWorker, *, on_node_address: bool) -> None:
+        config = planned.config
+        configure_logging(config.log_level, config.log_format, worker_id=config.worker_id)
         # gRPC's own lines on every connection that ends; before it is imported.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         self._planned = planned
@@ -196,9 +197,8 @@ class RayMachines:
         on_node_address: workers listen on their machine's address, for a cluster of several; else on their config's.
     """
 
-    def __init__(self, *, on_node_address: bool = False, log_level: str = "warning") -> None:
+    def __init__(self, *, on_node_address: bool = False) -> None:
         self._on_node_address = on_node_address
-        self._log_level = log_level
         self._groups: list[RayPlacementGroup] = []
         self._processes: list[RayProcess] = []
 
@@ -237,7 +237,7 @@ class RayMachines:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
         )
-        return options.remote(worker, on_node_address=self._on_node_address, log_level=self._log_level)
+        return options.remote(worker, on_node_address=self._on_node_address)
 
 
 class RayProcess:

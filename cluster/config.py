@@ -30,7 +30,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.config import Dtype, KVCacheDtype
 from worker.config import DEFAULT_SERVER_NAME
-from worker.log import LogFormat
+from worker.log import LogFormat, LogLevel
 
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 16
 DEFAULT_MAX_CONCURRENT = 1024
@@ -213,9 +213,7 @@ class ClusterConfig(BaseModel):
         description='"local": a Ray of its own on this machine; "auto" or host:port: join that cluster, '
         "from one of its nodes. (default: $RAY_ADDRESS, or local)",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "warning", description="Of all processes; info has a line for each request."
-    )
+    log_level: LogLevel = Field("warning", description="Of all processes; info has a line for each request.")
     log_format: LogFormat = Field("text", description="json: an object a line.")
     otlp_endpoint: str | None = Field(
         None,
@@ -392,7 +390,8 @@ def _sentence(error: ErrorDetails) -> str:
 def _allowed(kind: str, context: dict[str, Any]) -> str:
     if kind in _LIMITS:
         key, words = _LIMITS[kind]
-        return f"{words} {context[key]:g}"
+        limit = context[key]
+        return f"{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
     if kind == "literal_error":
         return f"one of {context['expected']}".replace("'", "")
     if kind.startswith("int"):

@@ -155,6 +155,7 @@ def _worker_config(
         internal_cert_file=_absolute(config.internal_cert_file),
         internal_key_file=_absolute(config.internal_key_file),
         internal_server_name=config.internal_server_name,
+        log_level=config.log_level,
         log_format=config.log_format,
     )
 

@@ -12,6 +12,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from cluster.api_keys import ApiKeys
+from cluster.openai.authentication import Authentication
+
 
 @dataclass
 class ScriptedServer:
@@ -81,12 +84,23 @@ class _Thread(uvicorn.Server):
 
 
 @contextmanager
-def scripted_server() -> Iterator[ScriptedServer]:
-    """One that runs, in a thread."""
+def scripted_server(
+    *, api_key: str | None = None, tls_files: tuple[str, str] | None = None
+) -> Iterator[ScriptedServer]:
+    """One that runs, in a thread.
+
+    Args:
+        api_key: it wants.
+        tls_files: certificate and key; None: it speaks plain HTTP.
+    """
     scripted = ScriptedServer()
     listener = socket.create_server(("127.0.0.1", 0))
-    scripted.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    uvicorn_server = _Thread(uvicorn.Config(scripted.app(), log_level="error", lifespan="off"))
+    scripted.base_url = f"{'https' if tls_files else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
+    app = Authentication(scripted.app(), None if api_key is None else ApiKeys([api_key]))
+    cert_file, key_file = tls_files or (None, None)
+    uvicorn_server = _Thread(
+        uvicorn.Config(app, log_level="error", lifespan="off", ssl_certfile=cert_file, ssl_keyfile=key_file)
+    )
     # The listener takes connections from its birth: nobody has to wait for the thread.
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()

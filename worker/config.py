@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.config import Dtype, EngineConfig, KVCacheDtype, check_device
-from worker.log import LogFormat
+from worker.log import LogFormat, LogLevel
 
 ExecutorKind = Literal["torch", "hash"]
 # What an internal certificate is for, unless a configuration says otherwise.
@@ -50,6 +50,7 @@ class WorkerConfig:
     internal_cert_file: str | None = None
     internal_key_file: str | None = None
     internal_server_name: str = DEFAULT_SERVER_NAME  # that certificates must be for
+    log_level: LogLevel = "warning"
     log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
@@ -87,8 +88,9 @@ class WorkerConfig:
             )
         if not self.internal_server_name:
             raise ValueError("internal_server_name must not be empty")
-        if self.log_format not in get_args(LogFormat):
-            raise ValueError(f"log_format must be one of {', '.join(get_args(LogFormat))}, not {self.log_format!r}")
+        for name, kind in (("log_level", LogLevel), ("log_format", LogFormat)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
 
     @property
     def model_name(self) -> str:

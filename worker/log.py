@@ -8,11 +8,13 @@ name: a JSON line has each under its name, text leaves them out, as its message 
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import IO, Any, Literal
 
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 # Of the request that is being served in this context; None: of nobody's.
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
@@ -21,15 +23,15 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _CHATTERERS = ("httpx", "httpcore")
 
 
-def configure_logging(level: str, log_format: LogFormat, stream: IO[str] | None = None) -> None:
-    """Makes the whole process log this way, its libraries as well.
+def configure_logging(level: LogLevel, log_format: LogFormat, *, stream: IO[str] | None = None, **facts: str) -> None:
+    """Makes the whole process log this way, its libraries as well; what has been configured before stays.
 
     Args:
-        level: a name of `logging`, in any case.
         stream: None: stderr.
+        facts: what every JSON line says besides, such as who logs.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(facts) if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for name in _CHATTERERS:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -48,7 +50,15 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For programs: an object a line. `time` is RFC 3339 in UTC; `exc` is a traceback."""
+    """For programs: an object a line. `time` is RFC 3339 in UTC; `exc` is a traceback.
+
+    Args:
+        facts: what every line says besides.
+    """
+
+    def __init__(self, facts: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self._facts = dict(facts or {})
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, Any] = {
@@ -56,6 +66,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._facts,
         }
         if (about := _request_id_of(record)) is not None:
             said["request_id"] = about

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from worker.config import WorkerConfig
 from worker.heap import settle_heap
+from worker.log import configure_logging
 from worker.node import EngineFailed, WorkerNode
 
 
@@ -19,6 +20,7 @@ def run(program: str, make_worker: Callable[[WorkerConfig], WorkerNode]) -> None
     arguments = parser.parse_args()
     try:
         config = WorkerConfig.from_yaml(arguments.config)
+        configure_logging(config.log_level, config.log_format, worker_id=config.worker_id)
         asyncio.run(_serve(make_worker(config)))
     except (ValueError, OSError, EngineFailed) as exc:
         sys.exit(f"{program}: {exc}")

@@ -1,6 +1,7 @@
 """The `Worker` service: gRPC moves the messages, others decide."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import islice
 from typing import Any
@@ -16,6 +17,8 @@ from worker.drain import Drain
 from worker.kv_events import KvEventPublisher, SubscriberTooSlow
 from worker.load import LoadReporter
 from worker.session import SessionHandler
+
+logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -76,6 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             async for request in requests:
                 match request.WhichOneof("message"):
                     case "submit":
+                        logger.debug("submitted", extra={"request_id": request.submit.request_id})
                         self._handler.submit(session, request.submit)
                     case "assign":
                         self._handler.assign(session, request.assign)

@@ -37,6 +37,8 @@ class Session:
 
     def refuse(self, request_id: str, code: int, message: str) -> None:
         """Ends a request with a status (google.rpc.Code)."""
+        # Not its words, which may repeat what was asked.
+        logger.info("refused with status %d", code, extra={"request_id": request_id})
         refused = pb.Refused(request_id=request_id, code=code, message=message)
         self.send(pb.SessionResponse(refused=refused))
 

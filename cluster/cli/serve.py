@@ -76,6 +76,10 @@ def serve(
     configure_logging(config.log_level, config.log_format)
     # gRPC's own lines on every connection that ends; before it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    if config.log_format == "json":
+        # Ray passes workers' lines on: as they are, and every one.
+        os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     asyncio.run(_serve(config, plan))
 
 

@@ -123,7 +123,7 @@ class Serving:
         self._fleet = Fleet(
             self._plan.workers,
             self.membership,
-            RayMachines(on_node_address=config.joins_cluster, log_level=config.log_level),
+            RayMachines(on_node_address=config.joins_cluster),
             start_timeout_s=config.start_timeout_s,
         )
         await self._fleet.start()

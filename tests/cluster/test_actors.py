@@ -133,7 +133,7 @@ async def test_process_goes_with_a_worker_that_fails_but_not_with_one_that_is_st
     exits: list[int] = []
     monkeypatch.setattr("cluster.actors._make_worker", lambda planned: FailingWorker())
     monkeypatch.setattr("os._exit", exits.append)
-    actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False, log_level="warning")
+    actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False)
     assert await actor.start() == "127.0.0.1:1"
     if is_stopped:
         await actor.stop()
@@ -157,12 +157,12 @@ async def test_worker_is_told_the_gpu_that_ray_gave_it(
     worker = planned(Role.DECODE, "decode-0")
     on_gpu = replace(worker, config=replace(worker.config, device="cuda"), num_gpus=1.0)
     for each in (worker, on_gpu):
-        await WorkerActor(each, on_node_address=False, log_level="warning").start()
+        await WorkerActor(each, on_node_address=False).start()
     assert [worker.config.device for worker in made] == ["cpu", device]
 
 
 async def test_process_that_has_started_no_worker_has_none_to_wait_for() -> None:
-    actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False, log_level="warning")
+    actor = WorkerActor(planned(Role.DECODE, "decode-0"), on_node_address=False)
     assert not await actor.wait()
 
 

@@ -8,8 +8,9 @@ from cluster.config import ClusterConfig, ConfigError, load_config
 
 
 @pytest.fixture(autouse=True)
-def no_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "TANDEM_API_KEYS", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -34,6 +35,12 @@ def test_defaults_are_allowed_values() -> None:
     [
         ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1, not 0"),
         ({"max_num_seqs": "0"}, "max_num_seqs: must be at least 1, not 0"),
+        ({"max_body_bytes": 0}, "max_body_bytes: must be at least 1, not 0"),
+        ({"max_body_bytes": 2**31}, "max_body_bytes: must be at most 2147483647, not 2147483648"),
+        ({"max_concurrent_requests": "none"}, "max_concurrent_requests: must be a whole number, not 'none'"),
+        ({"log_format": "xml"}, "log_format: must be one of text or json, not 'xml'"),
+        ({"otlp_endpoint": ""}, "otlp_endpoint: must be text that is not empty, not ''"),
+        ({"tls_cert_file": "a.pem"}, "tls_key_file: needed beside tls_cert_file"),
         ({"port": 65536}, "port: must be at most 65535, not 65536"),
         ({"port": -1}, "port: must be at least 0, not -1"),
         ({"port": "http"}, "port: must be a whole number, not 'http'"),

@@ -158,3 +158,28 @@ def test_batches_are_larger_on_a_gpu_unless_given(model: str) -> None:
     assert sizes(device="cuda") == (256, 4096)
     assert sizes(max_num_seqs=1000) == (1000, 1000), "a full running batch must be able to take one step"
     assert sizes(device="cuda", max_num_seqs=8, max_num_batched_tokens=64) == (8, 64)
+
+
+def test_workers_are_told_of_certificates_by_absolute_paths_and_of_the_log_and_of_no_key(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ClusterConfig.model_validate(
+        {
+            "model": model,
+            "api_key": "sesame",
+            "internal_ca_file": "ca.pem",
+            "internal_cert_file": "certs/worker.crt",
+            "internal_key_file": "/etc/tandem/worker.key",
+            "internal_server_name": "blocks.example",
+            "log_level": "info",
+            "log_format": "json",
+        }
+    )
+    for worker in plan_workers(config).workers:
+        told = worker.config
+        assert told.internal_files == (
+            f"{tmp_path}/ca.pem", f"{tmp_path}/certs/worker.crt", "/etc/tandem/worker.key",
+        )  # fmt: skip
+        assert (told.internal_server_name, told.log_level, told.log_format) == ("blocks.example", "info", "json")
+        assert "sesame" not in repr(worker)

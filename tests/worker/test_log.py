@@ -77,7 +77,7 @@ def test_whole_process_logs_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(root, "handlers", [])
     said = io.StringIO()
     try:
-        configure_logging("info", "json", said)
+        configure_logging("info", "json", stream=said, worker_id="decode-0")
         logging.getLogger("uvicorn.error").info("started")
         logging.getLogger("httpx").info("a request of our own")
         logging.getLogger("any").debug("too fine")
@@ -85,4 +85,5 @@ def test_whole_process_logs_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
         root.setLevel(level)
         for name, before in quiet.items():
             logging.getLogger(name).setLevel(before)
-    assert [json.loads(line)["logger"] for line in said.getvalue().splitlines()] == ["uvicorn.error"]
+    (line,) = said.getvalue().splitlines()
+    assert (json.loads(line)["logger"], json.loads(line)["worker_id"]) == ("uvicorn.error", "decode-0")

@@ -1,5 +1,7 @@
 """A gateway's session: what is queued goes out in order, and a gateway that does not read is left."""
 
+import logging
+
 import grpc
 import pytest
 
@@ -39,6 +41,14 @@ async def test_a_gateway_that_does_not_read_is_left_once_and_costs_no_more_memor
     assert broken == ["left"]
     session.close()
     assert len(await drain(session)) == MAX_BACKLOG
+
+
+def test_a_refusal_is_logged_with_its_request_and_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    session = Session(on_broken=lambda: None)
+    with caplog.at_level(logging.INFO):
+        session.refuse("w-1-cmpl-7", 3, "what was asked: the secret")
+    (record,) = caplog.records
+    assert (record.getMessage(), record.request_id) == ("refused with status 3", "w-1-cmpl-7")  # type: ignore[attr-defined]
 
 
 async def test_a_stream_that_hangs_in_a_write_is_ended_and_its_requests_with_it(

@@ -97,3 +97,25 @@ def test_first_request_is_a_line_for_a_shell() -> None:
     assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
     assert words[2:4] == ["-H", "Content-Type: application/json"]
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's a model"
+
+
+def test_keys_may_be_several_flags_and_a_bad_one_is_not_repeated() -> None:
+    result = serve("--api-key", "sesame", "--api-key", "with space")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "tandem: api_key: must be one key or a list of keys, each of visible ASCII without spaces\n",
+    )
+    # Both are taken: it is the model that is not there.
+    result = serve("--api-key", "sesame", "--api-key", "other", "--model", "/no/such/model")
+    assert result.stderr.startswith("tandem: model: ")
+
+
+def test_first_request_for_a_shell_takes_what_the_server_wants() -> None:
+    line = curl_line("https://a:1", "m", "--cacert ca.pem ")
+    assert shlex.split(line)[:5] == [
+        "curl",
+        "https://a:1/v1/chat/completions",
+        "-H",
+        "Content-Type: application/json",
+        "--cacert",
+    ]

@@ -2,11 +2,12 @@
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
 from cluster.cli.serving import Serving
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, ConfigError
 from cluster.worker_plan import plan_workers
 
 
@@ -41,3 +42,14 @@ async def test_host_that_is_not_this_machines_is_named() -> None:
     # 192.0.2.0/24 is kept for documentation: nobody has it.
     with pytest.raises(OSError, match=r"cannot listen on port 0 of 192\.0\.2\.1 for HTTP: Cannot assign .* address$"):
         await serving(host="192.0.2.1").start()
+
+
+def test_file_that_is_no_good_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    for names in (
+        ("api_keys_file",),
+        ("tls_cert_file", "tls_key_file"),
+        ("internal_ca_file", "internal_cert_file", "internal_key_file"),
+    ):
+        with pytest.raises(ConfigError, match=f"{names[0]}: {missing} cannot be read: No such file"):
+            serving(**dict.fromkeys(names, missing))
