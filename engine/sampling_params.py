@@ -70,7 +70,8 @@ def finish_reason_after(
     params: SamplingParams, token_id: int, num_output_tokens: int, num_tokens: int, max_model_len: int
 ) -> FinishReason | None:
     """Whether a sequence ends with `token_id`, its `num_output_tokens`-th generated and `num_tokens`-th token."""
-    if token_id in params.stop_token_ids and num_output_tokens >= params.min_tokens:
+    if token_id in params.stop_token_ids and (num_output_tokens >= params.min_tokens or params.structure is not None):
+        # Below min_tokens a stop token is sampled only where the structure left nothing else: the text is at its end.
         return FinishReason.STOP
     if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
         return FinishReason.LENGTH

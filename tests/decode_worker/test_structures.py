@@ -19,6 +19,7 @@ from engine.structure.spec import Structure, StructureKind
 from engine.tokenizer.tokenizer import Tokenizer
 from gateway_end import PATIENCE_S, GatewayEnd
 from prefill_worker import PrefillWorker
+from tandem.v1 import sampling_pb2
 from worker.node import WorkerNode
 
 PATTERN = "[a-f]{3,40}[0-9]{2}"
@@ -147,3 +148,17 @@ async def test_an_abort_before_the_structure_is_compiled_leaves_nothing_behind(
             assert seen.token_ids == expected(compiler, prompt, replace(params, seed=seeds[name]))
         assert not any(gateway.seen[name].token_ids for name in ("alone", "c1", "g0", "g1"))
         await all_given_back(gateway)
+
+
+async def test_a_text_that_the_structure_ends_is_not_drawn_out_to_min_tokens(
+    start: Start, tokenizer: Tokenizer, params: SamplingParams
+) -> None:
+    decode = await start(DecodeWorker, "d0")
+    short = replace(params, structure=Structure.of_choices(["yes"]), min_tokens=30)
+    async with GatewayEnd(decode[1]) as gateway:
+        seen = await gateway.submit("short", prompt_of(20), short)
+        await gateway.until(lambda: seen.is_over)
+        assert tokenizer.decode(seen.token_ids) == "yes"
+        assert seen.finish_reason == sampling_pb2.FINISH_REASON_STOP
+        assert seen.matched_token_id == seen.token_ids[-1]
+        assert sum(token_id in params.stop_token_ids for token_id in seen.token_ids) == 1
