@@ -9,6 +9,7 @@ may be somebody else's.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -191,7 +192,8 @@ class TorchExecutor:
         metadata = build_metadata(requests, block_size=self._layout.block_size)
 
         # A request's next token follows from its last row, and so do those of all its forks.
-        counts = np.fromiter((len(r.samplings) for r in requests), np.int64, len(requests))
+        samplings = [r.samplings for r in requests]
+        counts = np.fromiter(map(len, samplings), np.int64, len(requests))
         rows = (metadata.query_start[1:] - 1)[counts > 0].astype(np.int64)
         row_of_sampling = np.repeat(np.arange(len(rows)), counts[counts > 0])
         # One copy up, that waits for nothing: a step that samples nothing leaves the device at work.
@@ -203,13 +205,12 @@ class TorchExecutor:
         logits, prompt_logprobs = self._logits(tokens, positions, metadata, requests, logit_rows)
         if len(row_of_sampling) == 0:
             return ModelOutput(fence=self._record_fence(), prompt_logprobs=prompt_logprobs)
-        samplings = [each for r in requests for each in r.samplings]
-        sampled = self._sampler.sample(
-            logits if len(samplings) == len(rows) else logits[repeats], [sampling for _, sampling in samplings]
-        )
+        if len(row_of_sampling) > len(rows):
+            logits = logits[repeats]
+        sampled = self._sampler.sample(logits, [sampling for _, sampling in chain(*samplings)])
         # The tokens are here, so the step's work is done.
         return ModelOutput(
-            {request_id: token for (request_id, _), token in zip(samplings, sampled, strict=True)},
+            {request_id: token for (request_id, _), token in zip(chain(*samplings), sampled, strict=True)},
             prompt_logprobs=prompt_logprobs,
         )
 
