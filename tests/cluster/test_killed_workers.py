@@ -2,18 +2,21 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
 import yaml
 
+from cluster.generator import SequenceChunk
 from cluster.membership import Membership
 from cluster.routed_generator import RoutedGenerator
 from cluster.router import RouterConfig
 from engine.config import EngineConfig
-from engine.hash_executor import expected_tokens
+from engine.hash_executor import expected_prompt_logprobs, expected_tokens
+from engine.sampling_params import SamplingParams
 from fake_cluster import request, token_ids
 from worker.config import WorkerConfig
 
@@ -97,4 +100,37 @@ async def test_any_worker_killed_while_requests_run_is_not_noticed_and_serves_ag
             await c.start(victim, port=port)
             again = request(PROMPTS[0], cache_salt="again")
             assert await read(again) == expected_tokens(again.prompt_token_ids, again.params, VOCAB_SIZE)
+        assert c.generator.stats.resubmissions + c.generator.stats.repairs > 0
+
+
+@pytest.mark.parametrize("victim", ["d0", "p0"])
+async def test_a_worker_killed_while_choices_of_prompts_run_changes_none_of_them(tmp_path: Path, victim: str) -> None:
+    async with processes(tmp_path, "p0 p1 d0 d1") as c:
+        params = SamplingParams(max_tokens=150, prompt_logprobs=2)
+        started = asyncio.Event()
+
+        async def read(chunks: AsyncGenerator[SequenceChunk, None]) -> list[SequenceChunk]:
+            received = []
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    received.append(chunk)
+                    started.set()
+            return received
+
+        reading = []
+        for i, prompt in enumerate(PROMPTS):
+            first = request(prompt, params=params)
+            choices = [replace(first, request_id=f"{i}-{seed}", params=replace(params, seed=seed)) for seed in range(4)]
+            streams = c.generator.generate_choices(choices)
+            reading += [
+                (choice, asyncio.create_task(read(stream))) for choice, stream in zip(choices, streams, strict=True)
+            ]
+        await started.wait()  # some decode, others are still being prefilled
+        await c.kill(victim)
+        for choice, task in reading:
+            received = await task
+            assert token_ids(received) == expected_tokens(choice.prompt_token_ids, choice.params, VOCAB_SIZE)
+            wanted = expected_prompt_logprobs(choice.prompt_token_ids, params, VOCAB_SIZE)
+            assert received[0].prompt_logprobs == wanted
+            assert all(chunk.prompt_logprobs is None for chunk in received[1:])
         assert c.generator.stats.resubmissions + c.generator.stats.repairs > 0
