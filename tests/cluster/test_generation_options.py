@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,8 +11,10 @@ import pytest
 from cluster.errors import InvalidRequest
 from cluster.generation.options import text_options
 from cluster.generation.prompt import Prompt
+from cluster.generator import SequenceRequest
 from cluster.text_request import TextOptions
 from engine.structure.spec import Structure, StructureKind
+from gateway_api import Api
 from generation_api import asking, serving
 from tandem.v1 import generation_pb2 as pb
 from tandem.v1 import sampling_pb2
@@ -153,3 +156,43 @@ async def test_value_out_of_range_is_an_invalid_argument_that_names_the_field(
             _ = [response async for response in served.stub.Generate(asking(**params))]
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert served.generator.requests == []
+
+
+@pytest.mark.parametrize(
+    ("http", "params"),
+    [
+        ({}, {}),
+        (
+            {
+                "n": 3, "max_tokens": 7, "min_tokens": 2, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125,
+                "repetition_penalty": 1.5, "presence_penalty": -2, "frequency_penalty": 2, "logit_bias": {"5": -100},
+                "seed": -7, "logprobs": 4, "prompt_logprobs": 3, "stop": ["a", ""], "stop_token_ids": [0, 11],
+                "include_stop_str_in_output": True, "skip_special_tokens": False,
+            },
+            None,
+        ),
+        ({"max_tokens": 3, "temperature": 0, "ignore_eos": True}, None),
+        ({"guided_regex": "[ab]+"}, {"structure": {"regex": "[ab]+"}}),
+        ({"guided_choice": ["a", "č"]}, {"structure": {"choice": {"strings": ["a", "č"]}}}),
+        ({"response_format": {"type": "json_object"}}, {"structure": {"json_object": True}}),
+    ],
+    ids=["nothing", "everything", "greedy", "regex", "choice", "json"],
+)  # fmt: skip
+async def test_sequences_are_those_of_http(http: dict[str, Any], params: dict[str, Any] | None) -> None:
+    """`params` None: as over HTTP."""
+    http = {"max_tokens": 2, "seed": 1} | http
+    wire = {"max_tokens": 2, "seed": 1} | (http if params is None else params)
+    if "logit_bias" in wire:
+        wire["logit_bias"] = {int(token_id): bias for token_id, bias in wire["logit_bias"].items()}
+    api = Api()
+    reply = await api.complete("Hi", cache_salt="s", priority=-3, **http)
+    assert reply.status_code == 200, reply.text
+    async with serving() as served:
+        request = pb.GenerateRequest(text="Hi", cache_salt="s", priority=-3)
+        request.sampling_params.CopyFrom(sampling_pb2.SamplingParams(**wire))
+        _ = [response async for response in served.stub.Generate(request)]
+
+    def nameless(requests: list[SequenceRequest]) -> list[SequenceRequest]:
+        return sorted((replace(request, request_id="") for request in requests), key=lambda r: r.params.seed)
+
+    assert nameless(served.generator.requests) == nameless(api.generator.requests)
