@@ -4,14 +4,14 @@ Calls are written as the model was trained to, since it is free to write none; s
 """
 
 import json
-import re
 from collections.abc import Sequence
 
 from cluster.errors import InvalidRequest
-from cluster.tools.call_structure import call_structure, compact_schema
+from cluster.tools.call_structure import call_structure
 from cluster.tools.call_style import CallStyle
 from cluster.tools.tool import Tool
 from cluster.tools.tool_use import ToolMode, ToolUse
+from engine.structure.grammar import json_rule, lark_rules
 from engine.structure.spec import Structure, StructureKind
 from engine.tokenizer.tokenizer import Tokenizer
 
@@ -22,35 +22,22 @@ def answer_structure(
     """What the text is held to, where `content` says what it is to be if it calls nothing; None: nothing.
 
     Raises:
-        InvalidRequest: `content` is a grammar, which cannot be a part of another.
+        InvalidRequest: `content` is not what its kind says, or a grammar, which cannot be a part of another.
     """
     if content is None or use.is_forced:
         return call_structure(use)
     if use.mode is ToolMode.NONE:
         return content
-    lines = ["start: calls | content", f"content: {_content(content)}", *_Calls(use, style, tokenizer).lines()]
+    if content.kind is StructureKind.GRAMMAR:
+        raise InvalidRequest(
+            'tools are not allowed for a text that is held to a grammar, except with tool_choice "none"', param="tools"
+        )
+    try:
+        rules = lark_rules(content, "content")
+    except ValueError as exc:
+        raise InvalidRequest(str(exc)) from exc
+    lines = ["start: calls | content", rules, *_Calls(use, style, tokenizer).lines()]
     return Structure(StructureKind.GRAMMAR, "\n".join(lines))
-
-
-def _content(content: Structure) -> str:
-    match content.kind:
-        case StructureKind.JSON_OBJECT:
-            return f"%json {compact_schema({'type': 'object'})}"
-        case StructureKind.JSON_SCHEMA:
-            return f"%json {_compact(content.text)}"
-        case StructureKind.REGEX:
-            # A slash would end it; escaped or not, it is spelled by its number. A line cannot be broken.
-            pattern = re.sub(
-                r"\\.|/", lambda found: r"\x2f" if found[0][-1] == "/" else found[0], content.text, flags=re.S
-            )
-            return "/" + pattern.replace("\n", r"\n") + "/"
-        case StructureKind.CHOICE:
-            return " | ".join(_quoted(choice) for choice in content.choices())
-        case StructureKind.GRAMMAR:
-            raise InvalidRequest(
-                'tools are not allowed for a text that is held to a grammar, except with tool_choice "none"',
-                param="tools",
-            )
 
 
 class _Calls:
@@ -67,7 +54,7 @@ class _Calls:
         rules = [f"calls: {self._all()}", f"call: {calls}"]
         for number, tool in enumerate(self._tools):
             rules.append(f"call_{number}: {self._one(tool.name, f'arguments_{number}')}")
-            rules.append(f"arguments_{number}: %json {compact_schema(tool.parameters)}")
+            rules.append(f"arguments_{number}: {json_rule(tool.parameters)}")
         return rules
 
     @property
@@ -108,15 +95,6 @@ class _Calls:
         """A special token cannot be written by its characters: only by its number."""
         token_id = self._tokenizer.token_id(text)
         return f"<[{token_id}]>" if token_id in self._tokenizer.special_token_ids else _quoted(text)
-
-
-def _compact(schema: str) -> str:
-    """The schema, with white space as it is in calls: the two are told apart as they come."""
-    try:
-        value = json.loads(schema)
-    except (ValueError, RecursionError):
-        return schema  # the workers say what is wrong with it
-    return compact_schema(value) if isinstance(value, dict) else schema
 
 
 def _head(name: str, key: str) -> str:

@@ -5,13 +5,10 @@ small model could lose itself. The schemas stand in it one by one, so that a ref
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from cluster.tools.tool_use import ToolMode, ToolUse
+from engine.structure.grammar import json_rule
 from engine.structure.spec import Structure, StructureKind
-
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def call_structure(use: ToolUse) -> Structure | None:
@@ -19,7 +16,7 @@ def call_structure(use: ToolUse) -> Structure | None:
     match use.mode:
         case ToolMode.NAMED:
             assert use.named is not None, "a call of one function names it"
-            return _grammar([f"start: %json {compact_schema(use.named.parameters)}"])
+            return _grammar([f"start: {json_rule(use.named.parameters)}"])
         case ToolMode.REQUIRED:
             more = ' (", " call)*' if use.is_parallel else ""
             lines = [
@@ -29,15 +26,10 @@ def call_structure(use: ToolUse) -> Structure | None:
             for number, tool in enumerate(use.tools):
                 head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
                 lines.append(f'call_{number}: {head} arguments_{number} "}}"')
-                lines.append(f"arguments_{number}: %json {compact_schema(tool.parameters)}")
+                lines.append(f"arguments_{number}: {json_rule(tool.parameters)}")
             return _grammar(lines)
     return None
 
 
 def _grammar(lines: list[str]) -> Structure:
     return Structure(StructureKind.GRAMMAR, "\n".join(lines))
-
-
-def compact_schema(schema: Mapping[str, Any]) -> str:
-    """A schema for a grammar's `%json`; its values have no white space but after commas and colons."""
-    return json.dumps({**schema, "x-guidance": _COMPACT})

@@ -10,6 +10,7 @@ than what the model can say.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
@@ -44,21 +45,33 @@ def grammar_of(structure: Structure) -> str:
         raise ValueError(f"{kind.value} has a lone surrogate at character {exc.start}") from exc
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(f"{kind.value} has {num_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed")
-    return LLMatcher.grammar_from_lark(_lark(structure) + _OPTIONS)
+    lark = structure.text if kind is StructureKind.GRAMMAR else lark_rules(structure, "start")
+    return LLMatcher.grammar_from_lark(lark + _OPTIONS)
 
 
-def _lark(structure: Structure) -> str:
+def lark_rules(structure: Structure, name: str) -> str:
+    """The rule `name`, and what it stands on, for a text of this structure: all of a grammar, or a part of one.
+
+    Raises:
+        ValueError: it is not what its kind says, or is a grammar, which is no part of another.
+    """
     match structure.kind:
         case StructureKind.JSON_OBJECT:
-            return _json({"type": "object"})
+            return f"{name}: {json_rule({'type': 'object'})}"
         case StructureKind.JSON_SCHEMA:
-            return _json(_schema(structure.text))
+            return f"{name}: {json_rule(_schema(structure.text))}"
         case StructureKind.REGEX:
-            return f"start: /{regex_to_lark(structure.text, use_ascii='')}/"
+            return f"{name}: /{regex_to_lark(structure.text, use_ascii='')}/"
         case StructureKind.CHOICE:
-            return _choice(structure.choices())
+            return _choice(structure.choices(), name)
         case StructureKind.GRAMMAR:
-            return structure.text
+            raise ValueError("a grammar cannot be a part of another")
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """What stands for JSON of this schema in a rule."""
+    # The library's own keyword, by which a schema could have said otherwise.
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
 
 
 def _schema(text: str) -> dict[str, Any]:
@@ -77,18 +90,13 @@ def _not_json(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-def _json(schema: dict[str, Any]) -> str:
-    # The library's own keyword, by which a schema could have said otherwise.
-    return "start: %json " + json.dumps(schema | {"x-guidance": _JSON_OPTIONS})
-
-
-def _choice(choices: list[str]) -> str:
+def _choice(choices: list[str], name: str) -> str:
     if not choices:
         raise ValueError("choice must have at least one string")
     if any("\ud800" <= character <= "\udfff" for choice in choices for character in choice):
         raise ValueError("choice has a lone surrogate")
     # One terminal, not one for each: then nothing is decided before the text ends, and one may begin another.
-    return "start: CHOICE\nCHOICE: " + " | ".join(f'"{_escaped(choice)}"' for choice in choices)
+    return f"{name}: CHOICE\nCHOICE: " + " | ".join(f'"{_escaped(choice)}"' for choice in choices)
 
 
 def _escaped(text: str) -> str:

@@ -93,6 +93,7 @@ def test_calls_and_answers_are_taken_and_nothing_else(style: CallStyle, is_speci
         (Structure(StructureKind.JSON_OBJECT), ['{"x": [1]}'], ["[1]", "x"]),
         (Structure(StructureKind.REGEX, "[ab/]+\\/\\d/"), ["ab//5/"], ["ab5", "c/5"]),
         (Structure(StructureKind.REGEX, "a\nb\\\\"), ["a\nb\\"], ["a b", "a\nb"]),
+        (Structure.of_choices(["a", "ab", "\b\x00\x7f\u2028🍜"]), ["a", "ab", "\b\x00\x7f\u2028🍜"], ["b"]),
         (Structure.of_choices(["é", 'say "b"\n', "c\\d"]), ["é", 'say "b"\n', "c\\d"], ["e", "say"]),
     ],
 )
@@ -115,6 +116,11 @@ def test_grammar_cannot_be_a_part_of_another() -> None:
     with pytest.raises(InvalidRequest) as caught:
         answer_structure(AUTO, Structure(StructureKind.GRAMMAR, 'start: "x"'), CallStyle.HERMES, embedded_tokenizer())
     assert caught.value.param == "tools"
+
+
+def test_answers_structure_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        answer_structure(AUTO, Structure(StructureKind.JSON_SCHEMA, "{"), CallStyle.HERMES, embedded_tokenizer())
 
 
 @pytest.mark.parametrize("content", [None, ANSWER])
