@@ -14,7 +14,8 @@ Attributes are those of OpenTelemetry's semantic conventions for generative AI, 
 OpenTelemetry is imported only where an endpoint is set. Prompts and answers are never told.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def open_tracer(config: ClusterConfig) -> "CallTracer | None":
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return CallTracer(provider, config.model_name)
+    return CallTracer(provider, config.model_name, give_up=exporter.shutdown)
 
 
 class CallTracer:
@@ -70,19 +71,28 @@ class CallTracer:
     Args:
         provider: of OpenTelemetry's SDK; shut down by `close`.
         model_name: what is served.
+        give_up: makes the provider leave off sending, if it takes too long at the end.
     """
 
-    def __init__(self, provider: "TracerProvider", model_name: str) -> None:
+    def __init__(
+        self, provider: "TracerProvider", model_name: str, *, give_up: Callable[[], None] = lambda: None
+    ) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
         self._tracer = provider.get_tracer("tandem", metadata.version("tandem-serve"))
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
+        self._give_up = give_up
 
-    def close(self) -> None:
-        """Sends what has not been sent; blocks for some seconds at most."""
-        self._provider.shutdown()
+    def close(self, patience_s: float = 3.0) -> None:
+        """Sends what has not been sent; blocks for `patience_s` at most, as when nobody is at the endpoint."""
+        late = threading.Timer(patience_s, self._give_up)
+        late.start()
+        try:
+            self._provider.shutdown()
+        finally:
+            late.cancel()
 
     def record(self, call: CallRecord) -> None:
         """Traces a call that has ended (a `call_record.Sink`); one that does not generate is passed over."""

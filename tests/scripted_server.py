@@ -99,7 +99,14 @@ def scripted_server(
     app = Authentication(scripted.app(), None if api_key is None else ApiKeys([api_key]))
     cert_file, key_file = tls_files or (None, None)
     uvicorn_server = _Thread(
-        uvicorn.Config(app, log_level="error", lifespan="off", ssl_certfile=cert_file, ssl_keyfile=key_file)
+        uvicorn.Config(
+            app,
+            log_level="error",
+            lifespan="off",
+            ssl_certfile=cert_file,
+            ssl_keyfile=key_file,
+            timeout_graceful_shutdown=5,
+        )
     )
     # The listener takes connections from its birth: nobody has to wait for the thread.
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})

@@ -3,6 +3,7 @@
 import asyncio
 import builtins
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -275,6 +276,17 @@ def test_endpoint_of_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
     assert load_config().otlp_endpoint == "http://collector:4317"
     assert load_config(None, {"otlp_endpoint": "http://other:4317"}).otlp_endpoint == "http://other:4317"
+
+
+def test_endpoint_that_does_not_answer_does_not_keep_the_gateway() -> None:
+    given_up = threading.Event()
+
+    class Stuck(TracerProvider):
+        def shutdown(self) -> None:
+            assert given_up.wait(timeout=60.0)
+
+    CallTracer(Stuck(shutdown_on_exit=False), "fake", give_up=given_up.set).close(patience_s=0.0)
+    assert given_up.is_set()
 
 
 async def test_spans_reach_a_collector() -> None:
