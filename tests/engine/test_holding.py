@@ -6,11 +6,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.hash_executor import HashExecutor
+from engine.hash_executor import HashExecutor, expected_tokens
 from engine.kvcache.block_hash import hash_blocks, root_hash
 from engine.kvcache.events import BlocksStored, CacheCleared
 from engine.memory import PrivateMemory
 from engine.sampling_params import FinishReason
+from tests.engine.executors import VOCAB_SIZE
 from tests.engine.harness import BLOCK_SIZE, Driver, check_idle, make_engine, make_request, prompt_of
 
 
@@ -147,6 +148,30 @@ def test_clearing_tells_what_stays_when_some_is_pinned():
     engine.unpin(pinned)
     check_idle(engine)
     assert engine.stats().num_cached_blocks == 2
+
+
+def test_pulled_prefix_is_handed_on_with_a_first_token_for_every_fork():
+    driver = Driver(make_engine())
+    options = {"prefill_only": True, "temperature": 1.0}
+    prompt = make_request("a", prompt_of(11), receives_kv=True, **options)
+    forks = [make_request(f"a.{seed}", prompt_of(11), seed=seed, **options) for seed in range(3)]
+    driver.add_choices(prompt, forks)
+    (target,) = driver.step().received_targets
+    for position, token in enumerate(prompt_of(8)):
+        (table,) = target.block_tables
+        driver.engine.executor._pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = (
+            (position + 1) << 32
+        ) | token
+    driver.engine.commit_blocks("a", 2)
+    with pytest.raises(ValueError, match="prefilled here"):
+        driver.engine.finish_receiving("a", 11, None, {"a.0": 1, "a.1": 1, "a.2": 1})
+    driver.engine.finish_receiving("a", 8, None)
+    (filled,) = driver.step().filled
+    assert (filled.request_id, filled.block_ids, filled.num_tokens) == ("a", target.block_tables[0], 11)
+    for fork in forks:
+        assert driver.tokens(fork.request_id) == expected_tokens(prompt_of(11), fork.params, VOCAB_SIZE)[:1]
+    driver.engine.unpin(filled.block_ids)
+    check_idle(driver.engine)
 
 
 class LateExecutor(HashExecutor):
