@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from certificates import Authority
+from cluster.cli.api_client import ApiClient, ServerError, trust_only
 from cluster.cli.app import app
 from scripted_server import ScriptedServer, scripted_server
 
@@ -89,3 +90,15 @@ def test_bad_file_of_authorities_is_named(server: ScriptedServer, tmp_path: Path
     )
     result = run(server, command, "--ca-file", str(empty))
     assert (result.exit_code, result.stderr) == (1, f"tandem: {empty} holds no certificates in PEM\n")
+
+
+async def test_server_that_must_have_one_very_certificate_is_believed_whatever_it_is_called(
+    authority: Authority,
+) -> None:
+    files, others = authority.sign("gateway.example"), authority.sign("another.example")
+    with scripted_server(tls_files=files) as server:
+        async with ApiClient(server.base_url, tls=trust_only(files[0])) as client:
+            assert await client.model() == "scripted"
+        async with ApiClient(server.base_url, tls=trust_only(others[0])) as client:
+            with pytest.raises(ServerError, match="is not trusted"):
+                await client.model()
