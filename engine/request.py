@@ -149,8 +149,10 @@ class Request:
 
     def take_prompt_logprobs(self) -> tuple[SampledToken, ...] | None:
         """They are told once."""
+        if self.prompt_logprobs is None:
+            return None
         assert self.num_missing_prompt_logprobs == 0, f"{self} lacks {self.num_missing_prompt_logprobs} of them"
-        told = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
+        told = tuple(self.prompt_logprobs)
         self.prompt_logprobs = None
         return told
 

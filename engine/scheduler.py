@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from engine.admission import Admission
 from engine.config import EngineConfig
 from engine.errors import QueueFull
-from engine.executor import ModelOutput, ScheduledRequest, SchedulerOutput
+from engine.executor import ModelOutput, SamplingInput, ScheduledRequest, SchedulerOutput
 from engine.forking import check_forks, fork_off
 from engine.kvcache.block_hash import root_hash
 from engine.kvcache.manager import KVCacheManager
@@ -159,19 +159,26 @@ class Scheduler:
         """Adds the next tokens of a running request to the step; how many."""
         first = request.num_computed_tokens
         end = min(request.num_tokens, first + budget)
-        samples = end == request.num_tokens
-        forks = request.forks or () if samples else ()
-        wants_targets = request.num_missing_prompt_logprobs > 0
+        sampling: SamplingInput | None = None
+        forks: tuple[tuple[str, SamplingInput], ...] = ()
+        targets: tuple[int, ...] = ()
+        if end == request.num_tokens:
+            if request.forks is None:
+                sampling = request.sampling_input
+            else:
+                forks = tuple((f.request_id, f.sampling_input) for f in request.forks if not f.output_token_ids)
+        if request.prompt_logprobs is not None and request.num_missing_prompt_logprobs > 0:
+            targets = request.prompt_token_ids[first + 1 : end + 1]
         scheduled.append(
             ScheduledRequest(
                 request_id=request.request_id,
                 token_ids=request.token_ids[first:end],
                 num_computed_tokens=first,
                 block_tables=self.manager.block_tables(request.request_id),
-                sampling=request.sampling_input if samples and request.forks is None else None,
+                sampling=sampling,
                 is_prompt=first < request.num_prompt_tokens,
-                forks=[(fork.request_id, fork.sampling_input) for fork in forks if not fork.output_token_ids],
-                prompt_targets=request.prompt_token_ids[first + 1 : end + 1] if wants_targets else (),
+                forks=forks,
+                prompt_targets=targets,
                 num_prompt_top=request.params.prompt_logprobs or 0,
             )
         )
