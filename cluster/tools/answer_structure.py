@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cluster.errors import InvalidRequest
 from cluster.tools.call_structure import call_structure
 from cluster.tools.call_style import CallStyle
+from cluster.tools.closed_schema import closed
 from cluster.tools.tool import Tool
 from cluster.tools.tool_use import ToolMode, ToolUse
 from engine.structure.grammar import json_rule, lark_rules
@@ -54,7 +55,7 @@ class _Calls:
         rules = [f"calls: {self._all()}", f"call: {calls}"]
         for number, tool in enumerate(self._tools):
             rules.append(f"call_{number}: {self._one(tool.name, f'arguments_{number}')}")
-            rules.append(f"arguments_{number}: {json_rule(tool.parameters)}")
+            rules.append(f"arguments_{number}: {json_rule(closed(tool.parameters))}")
         return rules
 
     @property

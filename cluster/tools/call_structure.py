@@ -6,6 +6,7 @@ small model could lose itself. The schemas stand in it one by one, so that a ref
 
 import json
 
+from cluster.tools.closed_schema import closed
 from cluster.tools.tool_use import ToolMode, ToolUse
 from engine.structure.grammar import json_rule
 from engine.structure.spec import Structure, StructureKind
@@ -16,7 +17,7 @@ def call_structure(use: ToolUse) -> Structure | None:
     match use.mode:
         case ToolMode.NAMED:
             assert use.named is not None, "a call of one function names it"
-            return _grammar([f"start: {json_rule(use.named.parameters)}"])
+            return _grammar([f"start: {json_rule(closed(use.named.parameters))}"])
         case ToolMode.REQUIRED:
             more = ' (", " call)*' if use.is_parallel else ""
             lines = [
@@ -26,7 +27,7 @@ def call_structure(use: ToolUse) -> Structure | None:
             for number, tool in enumerate(use.tools):
                 head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
                 lines.append(f'call_{number}: {head} arguments_{number} "}}"')
-                lines.append(f"arguments_{number}: {json_rule(tool.parameters)}")
+                lines.append(f"arguments_{number}: {json_rule(closed(tool.parameters))}")
             return _grammar(lines)
     return None
 
