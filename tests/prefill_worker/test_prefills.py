@@ -9,11 +9,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.executor import ModelOutput, SchedulerOutput
-from engine.hash_executor import HashExecutor
+from engine.hash_executor import HashExecutor, expected_prompt_logprobs, next_token
 from engine.kvcache.block_hash import hash_blocks, root_hash
 from engine.sampling_params import SamplingParams
 from gateway_end import PATIENCE_S
 from kvtransfer.messages import CachedSource, Complete, Open, PrefillSource, Ready
+from kvtransfer.sampling_wire import prompt_logprobs_from_wire
 from kvtransfer.wire import request_to_wire, response_from_wire
 from prefill_worker import PrefillWorker
 from tandem.v1 import exchange_pb2_grpc
@@ -99,6 +100,50 @@ async def test_a_worker_stopped_in_the_middle_of_a_prefill_ends_with_a_whole_poo
             await computing.wait()
             await worker.stop()  # proves that nothing is held
         assert await read_to_the_end(call) is not grpc.StatusCode.OK
+
+
+async def completed(address: str, open: Open) -> Complete:
+    """What a hand-off ends computing with; its stream is left then."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = exchange_pb2_grpc.KvExchangeStub(channel).Handoff()
+        await call.write(request_to_wire(open))
+        async with asyncio.timeout(PATIENCE_S):
+            async for response in call:
+                if isinstance(message := response_from_wire(response), Complete):
+                    call.cancel()
+                    return message
+    raise AssertionError("the hand-off ended before it was complete")
+
+
+@pytest.mark.parametrize("length", [1, 16, 100, 300])
+@pytest.mark.parametrize("num_choices", [1, 2, 8])
+async def test_first_tokens_of_all_choices_come_of_one_computation_and_leave_together(
+    length: int, num_choices: int
+) -> None:
+    worker = PrefillWorker(WorkerConfig(engine=ENGINE, worker_id="p0", executor="hash"))
+    address = await worker.start()
+    token_ids = [i * i % 1000 for i in range(length)]
+    params = SamplingParams(max_tokens=4, seed=5, prompt_logprobs=2)
+    seeds = tuple(5 - 3 * i for i in range(num_choices)) if num_choices > 1 else ()
+    source = PrefillSource(tuple(token_ids), length, params, seeds=seeds)
+    complete = await completed(address, open_of(token_ids, source=source))
+    expected = [next_token(token_ids, replace(params, seed=seed), 1000) for seed in seeds or (5,)]
+    assert list(complete.first_tokens) == expected
+    assert complete.prompt_logprobs is not None
+    logprobs = prompt_logprobs_from_wire(complete.prompt_logprobs, token_ids)
+    assert logprobs == expected_prompt_logprobs(token_ids, params, 1000)
+    assert (complete.num_tokens, complete.num_cached_tokens) == (length, 0)
+    assert worker._stats.num_computed_tokens == length
+    assert worker._stats.num_sampled_tokens == num_choices
+    await worker.stop()  # proves that nothing is held
+
+
+async def test_choices_that_are_to_resume_are_refused_and_nothing_is_held() -> None:
+    worker = PrefillWorker(WorkerConfig(engine=ENGINE, worker_id="p0", executor="hash"))
+    address = await worker.start()
+    source = PrefillSource((1, 2, 3, 4), 3, SamplingParams(max_tokens=4), seeds=(1, 2))
+    assert await status_of(address, open_of([], source=source)) is grpc.StatusCode.INVALID_ARGUMENT
+    await worker.stop()
 
 
 async def announced_fences(address: str, open: Open) -> set[int | None]:
