@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -128,6 +129,36 @@ async def test_small_replies_are_sent_without_waiting_for_acknowledgements() -> 
         assert await no_delay
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * 400_000,
+        b"GET /health HTTP/1.1\r\nx: " + b"a" * 400_000,
+        b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 100_000,
+    ],
+    ids=["url", "header", "headers"],
+)
+async def test_head_without_an_end_is_refused_before_it_fills_the_memory(head: bytes) -> None:
+    async with running() as gateway, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.http_port)
+        with suppress(ConnectionError):  # it is closed while this is still being written
+            for start in range(0, len(head), 10_000):
+                writer.write(head[start : start + 10_000])
+                await writer.drain()
+        with suppress(ConnectionError):
+            assert (await reader.read()).split(b"\r\n")[0] in (
+                b"HTTP/1.1 431 Request Header Fields Too Large",
+                b"",  # lost, as what was written after the end is answered by a reset
+            )
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        # A long head that ends, and a body longer than any head, are served as ever.
+        async with http(gateway) as client:
+            assert (await client.get("/health", headers={"x-long": "a" * 40_000})).status_code == 200
+            assert (await client.post("/v1/completions", json=body(user="x" * 300_000))).status_code == 200
 
 
 def test_gateway_process_loads_neither_torch_nor_numba() -> None:
