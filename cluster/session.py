@@ -147,7 +147,9 @@ class Session:
                 for output in response.step.outputs:
                     self._take(output)
             case "need_prefill":
-                self._put(response.need_prefill.request_id, wire.need_prefill(response.need_prefill))
+                need = response.need_prefill
+                if (prompt := self._by_choice.get(need.request_id)) is not None:
+                    self._put(prompt[need.request_id], prompt, wire.need_prefill(need))
             case "refused":
                 self._refused(response.refused)
             case "load":
@@ -157,15 +159,17 @@ class Session:
 
     def _take(self, output: pb.RequestOutput) -> None:
         message = wire.output(output)
-        prompt = self._by_choice.get(output.request_id)
-        if prompt is not None and output.HasField("prompt_logprobs"):
-            prompt.prompt_logprobs = wire.prompt_logprobs(output.prompt_logprobs, prompt.prompt_token_ids)
-        self._put(output.request_id, message)
-
-    def _put(self, request_id: str, message: Output | NeedPrefill) -> None:
+        request_id = output.request_id
         prompt = self._by_choice.get(request_id)
-        if prompt is None or (stream := prompt[request_id]).ended:
+        if prompt is None:
             return  # ended before: an abort and the last tokens crossed on the way
+        if output.HasField("prompt_logprobs"):
+            prompt.prompt_logprobs = wire.prompt_logprobs(output.prompt_logprobs, prompt.prompt_token_ids)
+        self._put(prompt[request_id], prompt, message)
+
+    def _put(self, stream: RequestStream, prompt: PromptStreams, message: Output | NeedPrefill) -> None:
+        if stream.ended:
+            return  # likewise, and other choices of the prompt live
         if stream.is_full:
             self.abort(stream, Cancelled(f"aborted: its client is {self._max_buffered} steps behind in reading"))
             return

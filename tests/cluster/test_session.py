@@ -217,6 +217,58 @@ async def test_a_client_that_does_not_read_stalls_only_itself_and_is_aborted() -
             await slow.next()
 
 
+async def test_choices_of_a_prompt_have_a_stream_each_and_end_each_by_itself() -> None:
+    async with connected() as c:
+        sequence = request(max_tokens=2)
+        message = wire.submit("p", sequence, Plan(c.session.worker, None, None, 0, 1), [], 60.0, [("a", 1), ("b", 2)])
+        prompt = c.session.submit(message)
+        at_a, at_b = [await c.worker.next_request() for _ in range(2)]
+        assert prompt.choice_ids == ("a", "b")
+        assert c.session.num_requests == 2
+        at_a.send_first_tokens()
+        for choice_id, seed in (("a", 1), ("b", 2)):
+            output = await prompt[choice_id].next()
+            assert isinstance(output, Output)
+            assert [token.token_id for token in output.tokens] == continuation([1, 2, 3], 1, seed)
+        c.session.abort(prompt["a"], Cancelled("left"))
+        await at_a.aborted.wait()
+        assert c.session.num_requests == 1
+        at_a.send_tokens()  # crossed with the abort
+        at_b.send_tokens()
+        last = await prompt["b"].next()
+        assert isinstance(last, Output)
+        assert last.finish_reason is FinishReason.LENGTH
+        assert c.session.num_requests == 0
+        assert not at_b.aborted.is_set()
+        with pytest.raises(Cancelled):
+            await prompt["a"].next()
+
+
+async def test_a_refusal_is_of_the_prompt_and_ends_the_choices_that_live() -> None:
+    async with connected() as c:
+        message = wire.submit("p", request(), Plan(c.session.worker, None, None, 0, 1), [], 60.0, [("a", 1), ("b", 2)])
+        prompt = c.session.submit(message)
+        at_a, _ = [await c.worker.next_request() for _ in range(2)]
+        at_a.send_all()
+        at_a.refuse(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+        at_a.refuse(grpc.StatusCode.DEADLINE_EXCEEDED, "too late, again")
+        with pytest.raises(DeadlineExceeded, match=r"^too late$"):
+            await prompt["b"].next()
+        received = [await prompt["a"].next() for _ in range(6)]
+        assert isinstance(received[-1], Output)
+        assert received[-1].finish_reason is FinishReason.LENGTH
+        assert c.session.num_requests == 0
+
+
+async def test_log_probabilities_that_are_of_another_prompt_end_the_session() -> None:
+    async with connected() as c:
+        stream, at_worker = await c.submit(request(params=SamplingParams(max_tokens=2, prompt_logprobs=1)))
+        del at_worker.submit.prompt_token_ids[0]
+        at_worker.send_tokens()
+        with pytest.raises(WorkerLost, match="broke the protocol: log-probabilities of 1 tokens for a prompt of 3"):
+            await stream.next()
+
+
 async def test_need_prefill_is_handed_on_and_answered() -> None:
     async with connected() as c:
         stream, at_worker = await c.submit(request())

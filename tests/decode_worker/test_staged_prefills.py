@@ -9,13 +9,14 @@ import pytest
 import worker.node
 from decode_worker import DecodeWorker
 from engine.config import EngineConfig
-from engine.hash_executor import expected_tokens
+from engine.hash_executor import expected_prompt_logprobs, expected_tokens
 from engine.sampling_params import SamplingParams
 from gateway_end import PATIENCE_S, GatewayEnd
 from kvtransfer.mapping import HostMapping, open_mapping
 from kvtransfer.messages import HandoffTimes
 from kvtransfer.ports import HolderPool, HolderPort
 from kvtransfer.provider import Provider
+from kvtransfer.sampling_wire import prompt_logprobs_from_wire
 from kvtransfer.staging import StagedPort
 from kvtransfer.staging_area import StagingArea
 from prefill_worker import PrefillWorker
@@ -88,6 +89,23 @@ async def test_tokens_are_the_same_and_only_the_counters_tell(
     given = workers.prefill._provider.counters
     assert (taken.unmappable_pools, taken.staged, taken.committed, taken.lost.total()) == (1, 5, 5, 1)
     assert given.staged == 5
+
+
+async def test_choices_of_a_prompt_come_staged_too(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    await workers.start_prefill(monkeypatch)
+    params = SamplingParams(max_tokens=20, prompt_logprobs=1)
+    async with GatewayEnd(workers.decode_address) as gateway:
+        for turn, length in enumerate([200, 33]):  # the first hand-off finds that the pool cannot be mapped
+            prompt = prompt_of(length)
+            seeds = {f"r{turn}.{i}": i for i in range(4)}
+            await gateway.submit(f"r{turn}", prompt, params, prefill=workers.prefill_peer, choices=seeds)
+            await gateway.until(lambda seeds=seeds: all(gateway.seen[name].is_over for name in seeds))
+            for name, seed in seeds.items():
+                expected = expected_tokens(prompt, replace(params, seed=seed), 1000, max_model_len=512)
+                assert gateway.seen[name].token_ids == expected
+                assert gateway.seen[name].need_prefill == []
+            (wire,) = [gateway.seen[name].prompt_logprobs for name in seeds if gateway.seen[name].prompt_logprobs]
+            assert prompt_logprobs_from_wire(wire, prompt) == expected_prompt_logprobs(prompt, params, 1000)
 
 
 async def test_many_requests_at_once_share_a_few_slots(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
