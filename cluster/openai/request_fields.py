@@ -137,9 +137,9 @@ class RequestFields(BaseModel):
     # What the text is held to: see `structure_fields`.
     response_format: ResponseFormat = None
     guided_json: JsonSchema = None
-    guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
-    guided_grammar: Text | None = None
+    guided_regex: Annotated[Text, Field(min_length=1)] | None = None
+    guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    guided_grammar: Annotated[Text, Field(min_length=1)] | None = None
     structured_outputs: dict[str, Any] | None = None
 
     @property
@@ -234,6 +234,8 @@ def _sentence(error: ErrorDetails) -> str:
             return error["msg"]
         case "too_short":
             return f"must have at least {error['ctx']['min_length']} item"  # no list here needs more
+        case "string_too_short":
+            return "must not be empty"
         case "string_pattern_mismatch":
             return f"must match {error['ctx']['pattern']}"
         case "model_type" | "model_attributes_type" | "dict_type":

@@ -16,9 +16,12 @@ from cluster.tools.marker_search import Found, MarkerSearch
 
 MARKER = "[TOOL_CALLS]"
 _ARGS = "[ARGS]"
-# What may stand between the marker and the arguments, from its first character to its last.
-_HEAD = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64})\s*(?:\[CALL_ID\][a-zA-Z0-9_-]*\s*)?(?:\[ARGS\]|(?=\{))")
-_HEAD_PARTS = re.compile(r"\s*([a-zA-Z0-9_.-]{1,64}\s*(\[[A-Z_]{0,7}\]?([a-zA-Z0-9_-]*\s*(\[[A-Z_]{0,4})?)?)?)?")
+# What may stand between the marker and the arguments; and any beginning of it, short enough to be looked at again with
+# every character.
+_HEAD = re.compile(r"\s{0,8}([a-zA-Z0-9_.-]{1,64})\s{0,8}(?:\[CALL_ID\][a-zA-Z0-9_-]{0,64}\s{0,8})?(?:\[ARGS\]|(?=\{))")
+_HEAD_PARTS = re.compile(
+    r"\s{0,8}([a-zA-Z0-9_.-]{1,64}\s{0,8}(\[[A-Z_]{0,7}\]?([a-zA-Z0-9_-]{0,64}\s{0,8}(\[[A-Z_]{0,4})?)?)?)?"
+)
 
 
 class MistralParser:

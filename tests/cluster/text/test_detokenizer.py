@@ -63,3 +63,10 @@ def test_special_token_inside_a_character_does_not_break_it() -> None:
     first, second, third = tokenizer.encode("🍜")
     detokenizer = Detokenizer(tokenizer)
     assert detokenizer.push([first, second, 2, third]) == "🍜"
+
+
+def test_special_tokens_that_are_to_be_shown_are_not_skipped() -> None:
+    tokenizer = embedded_tokenizer()
+    tokens = tokenizer.encode("a<|im_start|>b<|im_end|>c")
+    assert Detokenizer(tokenizer, shown=(1,)).push(tokens) == "a<|im_start|>bc"
+    assert Detokenizer(tokenizer, shown=(1,), skip_special_tokens=False).push(tokens) == "a<|im_start|>b<|im_end|>c"
