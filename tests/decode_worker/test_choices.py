@@ -14,7 +14,7 @@ from decode_worker import DecodeWorker
 from decode_workers import VOCAB_SIZE, Start, all_given_back, expected, greedy, prompt_of
 from engine.config import EngineConfig
 from engine.executor import ModelOutput, SampledToken, SchedulerOutput
-from engine.hash_executor import expected_prompt_logprobs
+from engine.hash_executor import expected_prompt_logprobs, expected_tokens
 from engine.sampling_params import SamplingParams
 from gateway_end import PATIENCE_S, GatewayEnd, Seen
 from kvtransfer.sampling_wire import prompt_logprobs_from_wire
@@ -171,6 +171,39 @@ async def test_choices_are_the_same_apart_local_and_warm_and_their_prompt_is_com
             await all_given_back(gateway)
             computed = {name: num_computed(worker) - before[name] for name, worker in workers.items()}
             assert computed == {"p0": 0, "d0": decoded, computed_at: length - cached + decoded * (computed_at == "d0")}
+
+
+def watch_blocks(worker: WorkerNode, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks that are held in each step, from now on."""
+    held: list[int] = []
+    engine = worker._role._context.built.engine
+    execute = engine.executor.execute
+
+    def execute_and_count(step: SchedulerOutput) -> ModelOutput:
+        held.append(engine.stats().num_active_blocks)
+        return execute(step)
+
+    monkeypatch.setattr(engine.executor, "execute", execute_and_count)
+    return held
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "local"])
+async def test_four_choices_of_a_thousand_tokens_hold_the_prompts_blocks_once(
+    start: Start, workers: Workers, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    large = EngineConfig(num_blocks=128, max_model_len=1024, max_num_batched_tokens=256)
+    prefill, decode = await start(PrefillWorker, "p0", engine=large), await start(DecodeWorker, "d0", engine=large)
+    held = watch_blocks(workers["d0"], monkeypatch)
+    async with gateways(decode, prefill) as (gateway, _):
+        choices = await Choices(gateway, "r", prompt_of(1000), replace(SAMPLED, max_tokens=8), 4).submit(
+            prefill if apart else None
+        )
+        await gateway.until(lambda: all(seen.is_over for seen in choices.seen.values()))
+        for name, seed in choices.seeds.items():
+            params = replace(SAMPLED, max_tokens=8, seed=seed)
+            assert choices.seen[name].token_ids == expected_tokens(choices.prompt, params, VOCAB_SIZE)
+    # 62 that the prompt fills, and each choice's own copy of the one that it fills in part.
+    assert max(held) == 62 + 4
 
 
 async def test_greedy_choices_are_all_the_same(start: Start) -> None:
