@@ -16,16 +16,28 @@ class Endpoint:
     http_url: str
     grpc_address: str
     model: str
+    api_key: str = "none"
 
     @property
     def base_url(self) -> str:
         """As clients of OpenAI want it."""
         return f"{self.http_url}/v1"
 
+    @property
+    def authorization(self) -> dict[str, str]:
+        """What a request shows of the key: HTTP's header, or gRPC's metadata."""
+        return {"authorization": f"Bearer {self.api_key}"}
+
 
 @contextmanager
-def in_thread(serving: Callable[[], AbstractAsyncContextManager[Gateway]]) -> Iterator[Endpoint]:
-    """Enters and leaves `serving` in another thread's event loop; what fails there is raised here."""
+def in_thread(
+    serving: Callable[[], AbstractAsyncContextManager[Gateway]], *, api_key: str = "none"
+) -> Iterator[Endpoint]:
+    """Enters and leaves `serving` in another thread's event loop; what fails there is raised here.
+
+    Args:
+        api_key: a key that the gateway takes, if it wants one.
+    """
     opened: Future[tuple[Endpoint, Callable[[], object]]] = Future()
 
     async def live() -> None:
@@ -35,6 +47,7 @@ def in_thread(serving: Callable[[], AbstractAsyncContextManager[Gateway]]) -> It
                 http_url=gateway.base_url,
                 grpc_address=f"127.0.0.1:{gateway.grpc_port}",
                 model=gateway.generator.model.served_model_name,
+                api_key=api_key,
             )
             opened.set_result((endpoint, lambda: loop.call_soon_threadsafe(over.set)))
             await over.wait()

@@ -1,5 +1,6 @@
 """What tests of other people's clients share: one gateway over the embedded model, and no way out of the machine."""
 
+import gc
 import ipaddress
 import os
 import socket
@@ -18,19 +19,29 @@ os.environ["LANGSMITH_TRACING"] = "false"
 # None of them asks a proxy of the machine's for this machine.
 os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
+API_KEY = "sk-tandem-end-to-end"
+
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """The embedded model in float32, prompts prefilled apart; for all tests of the session, so small contexts."""
+    """The embedded model in float32, prompts prefilled apart; for all tests of the session. It wants a key."""
     serving = partial(
         served,
         tmp_path_factory.mktemp("workers"),
+        api_key=["sk-another", API_KEY],
         max_local_prefill_tokens=0,
         max_model_len=1024,
         num_blocks=257,
     )
-    with in_thread(serving) as endpoint:
+    with in_thread(serving, api_key=API_KEY) as endpoint:
         yield endpoint
+
+
+@pytest.fixture
+def leaves_connections() -> Iterator[None]:
+    """For clients that leave connections to the garbage collector: it comes here, where it may warn of them."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

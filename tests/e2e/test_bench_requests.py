@@ -21,7 +21,9 @@ OUTPUT_LENGTH = 20
 
 @pytest.fixture
 def http(endpoint: Endpoint) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=endpoint.http_url, timeout=60, trust_env=False) as client:
+    with httpx.Client(
+        base_url=endpoint.http_url, headers=endpoint.authorization, timeout=60, trust_env=False
+    ) as client:
         yield client
 
 

@@ -19,8 +19,9 @@ SERVICE = "tandem.v1.Generation"
 class ReflectedClient:
     """Calls methods with JSON, as grpcurl does."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: dict[str, str]) -> None:
         self._channel = channel
+        self._metadata = tuple(metadata.items())
         self._reflection = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
         self._pool = descriptor_pool.DescriptorPool()
         self._known: set[str] = set()
@@ -29,7 +30,7 @@ class ReflectedClient:
         reply = self._ask(list_services="")
         return {service.name for service in reply.list_services_response.service}
 
-    def call(self, method: str, request: dict[str, Any], **kwargs: Any) -> list[dict[str, Any]]:
+    def call(self, method: str, request: dict[str, Any]) -> list[dict[str, Any]]:
         """All replies."""
         self._learn(self._ask(file_containing_symbol=SERVICE))
         described = self._pool.FindServiceByName(SERVICE).FindMethodByName(method)
@@ -39,12 +40,14 @@ class ReflectedClient:
             f"/{SERVICE}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=message_factory.GetMessageClass(described.output_type).FromString,
-        )(sent, timeout=60, **kwargs)
+        )(sent, timeout=60, metadata=self._metadata)
         replies = list(call) if described.server_streaming else [call]
         return [json.loads(json_format.MessageToJson(reply, preserving_proto_field_name=True)) for reply in replies]
 
     def _ask(self, **question: str) -> Any:
-        (reply,) = self._reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(**question)]))
+        (reply,) = self._reflection.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(**question)]), metadata=self._metadata
+        )
         return reply
 
     def _learn(self, reply: Any) -> None:
@@ -65,7 +68,7 @@ class ReflectedClient:
 def client(endpoint: Endpoint) -> Iterator[ReflectedClient]:
     options = (("grpc.enable_http_proxy", 0),)
     with grpc.insecure_channel(endpoint.grpc_address, options=options) as channel:
-        yield ReflectedClient(channel)
+        yield ReflectedClient(channel, endpoint.authorization)
 
 
 def test_text_is_generated_by_a_client_that_was_told_everything_by_reflection(client: ReflectedClient) -> None:

@@ -13,7 +13,12 @@ from pydantic import SecretStr
 
 from gateway_thread import Endpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("leaves_connections"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
 
 QUESTION = "What is the capital of France?"
 STORY = "Once upon a time, in a small village by the sea, there lived a"
@@ -21,14 +26,16 @@ STORY = "Once upon a time, in a small village by the sea, there lived a"
 
 def chat_model(endpoint: Endpoint, **kwargs: Any) -> ChatOpenAI:
     values: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "max_retries": 0, "timeout": 60} | kwargs
-    return ChatOpenAI(base_url=endpoint.base_url, api_key=SecretStr("none"), model=endpoint.model, **values)
+    values = {"api_key": SecretStr(endpoint.api_key)} | values
+    return ChatOpenAI(base_url=endpoint.base_url, model=endpoint.model, **values)
 
 
 def text_model(endpoint: Endpoint, **kwargs: Any) -> OpenAI:
     values: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "max_retries": 0, "timeout": 60} | kwargs
-    return OpenAI(base_url=endpoint.base_url, api_key=SecretStr("none"), model=endpoint.model, **values)
+    return OpenAI(base_url=endpoint.base_url, api_key=SecretStr(endpoint.api_key), model=endpoint.model, **values)
 
 
+@pytest.mark.asyncio(loop_scope="session")  # it keeps connections for the next client
 async def test_every_way_to_ask_gets_the_same_answer(endpoint: Endpoint) -> None:
     model = chat_model(endpoint)
     answer = model.invoke(QUESTION)
@@ -119,6 +126,7 @@ def test_text_model_completes_streams_and_tells_log_probabilities(endpoint: Endp
     assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"])
 
 
+@pytest.mark.asyncio(loop_scope="session")
 async def test_text_model_answers_several_prompts_and_choices_at_once(endpoint: Endpoint) -> None:
     result = await text_model(endpoint, n=2, best_of=2, temperature=1, seed=3).agenerate([STORY, "The sky is"])
     assert [len(choices) for choices in result.generations] == [2, 2]
@@ -130,6 +138,8 @@ def test_wrong_requests_raise(endpoint: Endpoint) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p"):
         chat_model(endpoint, top_p=2).invoke(QUESTION)
     with pytest.raises(openai.NotFoundError):
-        ChatOpenAI(base_url=endpoint.base_url, api_key=SecretStr("none"), model="other").invoke(QUESTION)
+        ChatOpenAI(base_url=endpoint.base_url, api_key=SecretStr(endpoint.api_key), model="other").invoke(QUESTION)
+    with pytest.raises(openai.AuthenticationError):
+        chat_model(endpoint, api_key=SecretStr("sk-wrong")).invoke(QUESTION)
     with pytest.raises(ContextOverflowError):
         chat_model(endpoint).invoke("word " * 1100)

@@ -1,31 +1,42 @@
 """LiteLLM against a real gateway, as an OpenAI server and as one like vLLM."""
 
-import gc
+import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import litellm
 import pytest
+from pydantic import BaseModel
 
 from gateway_thread import Endpoint
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(120),
-    # It closes some of its connections, and leaves the others to the garbage collector.
+    pytest.mark.usefixtures("leaves_connections"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER = [{"role": "user", "content": "What is the weather in Rome?"}]
 STORY = "Once upon a time, in a small village by the sea, there lived a"
 
 
+class GetWeather(BaseModel):
+    """Tells the weather of a city."""
+
+    city: Literal["London", "Paris", "Rome"]
+    unit: Literal["celsius", "fahrenheit"]
+
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": GetWeather.model_json_schema()}}
+
+
 @pytest.fixture(autouse=True)
-async def _close_clients() -> AsyncIterator[None]:
+async def _close_clients(leaves_connections: None) -> AsyncIterator[None]:
     yield
     await litellm.close_litellm_async_clients()
     litellm.in_memory_llm_clients_cache.cache_dict.clear()
-    gc.collect()  # here, where it may warn
 
 
 @pytest.fixture(params=["openai", "hosted_vllm"])
@@ -38,7 +49,7 @@ def asks(endpoint: Endpoint, provider: str, **kwargs: Any) -> dict[str, Any]:
     return {
         "model": f"{provider}/{endpoint.model}",
         "api_base": endpoint.base_url,
-        "api_key": "none",
+        "api_key": endpoint.api_key,
         "temperature": 0,
         "max_tokens": 16,
         "num_retries": 0,
@@ -93,6 +104,30 @@ def test_choices_seed_stop_and_log_probabilities_reach_the_model(endpoint: Endpo
     assert stopped.message.content == answer.message.content.partition("Paris")[0]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_tool_is_called_streamed_or_not(endpoint: Endpoint, provider: str, choice: Any) -> None:
+    kwargs = asks(endpoint, provider, messages=WEATHER, tools=[TOOL], tool_choice=choice, max_tokens=80)
+    message = litellm.completion(**kwargs).choices[0].message
+    call = message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert GetWeather.model_validate_json(call.function.arguments)
+    chunks = list(litellm.completion(**kwargs, stream=True))
+    whole = litellm.stream_chunk_builder(chunks, messages=WEATHER)
+    assert whole is not None
+    calls = [(each.function.name, each.function.arguments) for each in whole.choices[0].message.tool_calls]
+    assert calls == [(each.function.name, each.function.arguments) for each in message.tool_calls]
+
+
+async def test_output_has_the_structure(endpoint: Endpoint, provider: str) -> None:
+    kwargs = asks(endpoint, provider, messages=WEATHER, response_format=GetWeather, max_tokens=80)
+    answer = litellm.completion(**kwargs).choices[0].message.content
+    assert GetWeather.model_validate_json(answer)
+    assert (await litellm.acompletion(**kwargs)).choices[0].message.content == answer
+    form = {"type": "json_object"}
+    answer = litellm.completion(**kwargs | {"response_format": form, "max_tokens": 200}).choices[0].message.content
+    assert isinstance(json.loads(answer), dict)
+
+
 def test_extensions_go_through(endpoint: Endpoint, provider: str) -> None:
     answer = litellm.completion(**asks(endpoint, provider, messages=QUESTION, extra_body={"ignore_eos": True}))
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
@@ -103,5 +138,7 @@ def test_wrong_requests_raise_its_own_errors(endpoint: Endpoint, provider: str) 
         litellm.completion(**asks(endpoint, provider, messages=QUESTION) | {"model": f"{provider}/other"})
     with pytest.raises(litellm.BadRequestError, match="top_p"):
         litellm.completion(**asks(endpoint, provider, messages=QUESTION, top_p=3))
+    with pytest.raises(litellm.AuthenticationError):
+        litellm.completion(**asks(endpoint, provider, messages=QUESTION, api_key="sk-wrong"))
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**asks(endpoint, provider, messages=[{"role": "user", "content": "word " * 1100}]))

@@ -18,13 +18,15 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 
 @pytest.fixture
 def client(endpoint: Endpoint) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=endpoint.base_url, api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(endpoint: Endpoint) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="none", max_retries=0, timeout=60) as client:
+    async with openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0, timeout=60
+    ) as client:
         yield client
 
 
@@ -192,7 +194,9 @@ def test_prompts_of_every_form_are_answered_in_order(client: openai.OpenAI, endp
 
     prompts = ["The sky is", STORY]
     ids = [
-        httpx.post(f"{endpoint.http_url}/tokenize", json={"prompt": prompt}, trust_env=False).json()["tokens"]
+        httpx.post(
+            f"{endpoint.http_url}/tokenize", json={"prompt": prompt}, headers=endpoint.authorization, trust_env=False
+        ).json()["tokens"]
         for prompt in prompts
     ]
     alone = [texts(prompt)[0] for prompt in prompts]
@@ -212,6 +216,15 @@ def test_wrong_requests_raise_the_clients_own_errors(client: openai.OpenAI, mode
     assert (refused.value.param, refused.value.status_code) == ("temperature", 400)
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model=model, input="x")
+
+
+def test_whoever_has_no_key_is_told_so(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.AuthenticationError) as refused:
+        client.with_options(api_key="sk-wrong").completions.create(model=model, prompt=STORY, stream=True)
+    assert (refused.value.code, refused.value.status_code) == ("invalid_api_key", 401)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="sk-wrong").models.list()
+    assert client.with_options(api_key="sk-another").models.retrieve(model).id == model
 
 
 def test_raw_reply_has_the_requests_id_and_its_workers(client: openai.OpenAI, model: str) -> None:
