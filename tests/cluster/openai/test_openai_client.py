@@ -2,6 +2,7 @@
 
 import httpx2
 import openai
+import pydantic
 import pytest
 
 from cluster.errors import WorkerLost
@@ -54,6 +55,50 @@ async def test_client_completes_and_streams_text() -> None:
         stream = await client.completions.create(model=MODEL, prompt="Once", max_tokens=20, stream=True)
         text = "".join([chunk.choices[0].text async for chunk in stream])
     assert whole.choices[0].text == text == "there was a cat."
+
+
+class City(pydantic.BaseModel):
+    city: str
+
+
+CALL = '<tool_call>\n{"name": "City", "arguments": {"city": "Pâris"}}\n</tool_call>'
+
+
+async def test_client_puts_a_streamed_call_together() -> None:
+    tools = [openai.pydantic_function_tool(City)]
+    async with (
+        client_of(Api(says(f"I'll look.\n{CALL}"))) as client,
+        client.chat.completions.stream(
+            model=MODEL, messages=[{"role": "user", "content": "Weather?"}], tools=tools, max_tokens=99
+        ) as stream,
+    ):
+        kinds = [event.type async for event in stream]
+        answer = await stream.get_final_completion()
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I'll look."
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.function.parsed_arguments == City(city="Pâris")
+    assert kinds.count("tool_calls.function.arguments.delta") > 2
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+
+
+async def test_client_parses_an_answer_of_a_schema() -> None:
+    async with client_of(Api(says('{"city": "Pâris"}'))) as client:
+        answer = await client.chat.completions.parse(
+            model=MODEL, messages=[{"role": "user", "content": "Where?"}], response_format=City, max_tokens=99
+        )
+    assert answer.choices[0].message.parsed == City(city="Pâris")
+
+
+async def test_client_reads_the_log_probabilities_of_an_echoed_prompt() -> None:
+    async with client_of(Api()) as client:
+        whole = await client.completions.create(model=MODEL, prompt="Once upon", max_tokens=0, echo=True, logprobs=1)
+    (choice,) = whole.choices
+    assert choice.text == "Once upon"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == ["Once", " upon"]
 
 
 async def test_client_lists_models() -> None:
