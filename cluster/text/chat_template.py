@@ -9,6 +9,7 @@ the tag `generation`, which marks the assistant's words and changes nothing.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -44,6 +45,16 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.source = source
         self.uses_tools = any(name.name == "tools" for name in names)  # whether it tells the model of tools
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether it has a place for a system's message; some models know none, and refuse it or leave it out."""
+        told, asked = "\ue000system\ue000", "\ue000user\ue000"
+        try:
+            text = self.render([{"role": "system", "content": told}, {"role": "user", "content": asked}])
+        except InvalidRequest:
+            return False
+        return told in text
 
     def render(
         self,

@@ -33,7 +33,7 @@ def render_conversation(
     """
     plain = [dict(message) for message in messages]
     if not template.uses_tools:
-        plain = hermes_messages(plain, tools)
+        plain = hermes_messages(plain, tools, takes_system=template.takes_system)
     if continue_final_message:
         plain[-1]["content"] += _END + " "
     text = template.render(

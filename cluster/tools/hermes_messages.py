@@ -24,29 +24,43 @@ To call a function, write a JSON object with its name and arguments between {ope
 {close}"""
 
 
-def hermes_messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The conversation in roles that every template knows: system, user, assistant.
+def hermes_messages(
+    messages: Sequence[Message], tools: Sequence[Tool], *, takes_system: bool = True
+) -> list[dict[str, Any]]:
+    """The conversation in roles that every template knows: user, assistant, and the system if that has a place.
 
-    `messages` are as `parse_messages` makes them: content is a string.
+    Args:
+        messages: as `parse_messages` makes them: content is a string.
+        takes_system: otherwise the tools are told of at the beginning of what the user says first.
     """
     plain: list[dict[str, Any]] = []
-    if tools:
-        plain.append({"role": "system", "content": _instruction(tools)})
     was_answer = False
     for message in messages:
         is_answer = message["role"] in ("tool", "function")
-        if is_answer:
+        if not is_answer:
+            plain.append(_without_calls(message))
+        else:
             content = f"<tool_response>\n{message['content']}\n</tool_response>"
             if was_answer:
                 plain[-1]["content"] += "\n" + content
             else:
                 plain.append({"role": "user", "content": content})
-        elif tools and message is messages[0] and message["role"] == "system":
-            plain[0]["content"] = f"{message['content']}\n\n{plain[0]['content']}"
-        else:
-            plain.append(_without_calls(message))
         was_answer = is_answer
+    if tools:
+        _tell(plain, _instruction(tools), takes_system)
     return plain
+
+
+def _tell(messages: list[dict[str, Any]], instruction: str, takes_system: bool) -> None:
+    """Puts the instruction where the model will see it first, or behind the system's own words."""
+    if messages[0]["role"] == "system":
+        messages[0]["content"] += f"\n\n{instruction}"
+    elif takes_system:
+        messages.insert(0, {"role": "system", "content": instruction})
+    elif messages[0]["role"] == "user":
+        messages[0]["content"] = f"{instruction}\n\n{messages[0]['content']}"
+    else:
+        messages.insert(0, {"role": "user", "content": instruction})
 
 
 def _instruction(tools: Sequence[Tool]) -> str:

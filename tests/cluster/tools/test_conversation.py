@@ -89,6 +89,32 @@ def test_past_calls_and_answers_are_written_out_for_a_template_without_tools(too
     )
 
 
+REFUSING = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+)
+LEAVING_OUT = (
+    "{% for message in messages if message.role != 'system' %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [REFUSING, LEAVING_OUT], ids=["refuses", "leaves out"])
+def test_template_without_a_system_has_the_user_told_of_tools(source: str) -> None:
+    template = ChatTemplate(source, {})
+    assert not template.takes_system
+    text = render(template, [USER, CALLS, *ANSWERS], TOOL)
+    assert text.startswith("<user>You have functions")
+    assert "</tool_call>\n\nWeather in Paris and Rome?<assistant>" in text
+    assert text.count("<user>") == 2
+    assert render(template, [CALLS, *ANSWERS], TOOL).startswith("<user>You have functions")
+    assert render(template, [USER]) == "<user>Weather in Paris and Rome?"
+
+
+def test_template_is_known_to_have_a_place_for_the_system() -> None:
+    assert embedded_template().takes_system
+    assert ChatTemplate(KNOWING, {}).takes_system
+
+
 def test_words_beside_calls_stand_before_them() -> None:
     text = render(embedded_template(), [USER, {**CALLS, "content": "I'll look."}])
     assert "I'll look.\n<tool_call>" in text
