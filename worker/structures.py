@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from engine.executor import TokenMatcher
 from engine.structure.compiler import StructureCompiler
@@ -45,20 +45,20 @@ class Preparation:
 
     def __init__(
         self,
-        future: "asyncio.Future[list[TokenMatcher]]",
+        job: Future[list[TokenMatcher]],
         ready: Callable[[list[TokenMatcher]], None],
         refused: Callable[[str], None],
     ) -> None:
-        self._future = future
+        self._job = job
         self._ready = ready
         self._refused = refused
         self._is_cancelled = False
-        future.add_done_callback(self._done)
+        asyncio.wrap_future(job).add_done_callback(self._done)
 
     def cancel(self) -> None:
         """Neither callback is called any more, and what has not begun is not done; idempotent, at any time."""
         self._is_cancelled = True
-        self._future.cancel()
+        self._job.cancel()  # itself: its image on the loop would tell it a turn later, when it may have begun
 
     def _done(self, future: "asyncio.Future[list[TokenMatcher]]") -> None:
         problem = None if future.cancelled() else future.exception()
@@ -106,8 +106,7 @@ class Structures:
         refused: Callable[[str], None],
     ) -> Preparation:
         """See the class. Must be called on the loop; not after `close`."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, self._matchers, structure, num_matchers)
-        return Preparation(future, ready, refused)
+        return Preparation(self._threads.submit(self._matchers, structure, num_matchers), ready, refused)
 
     def close(self) -> None:
         """Nothing more is begun; does not wait for what has. Neither callback is called for what was not begun."""
