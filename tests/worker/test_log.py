@@ -78,7 +78,7 @@ def test_whole_process_logs_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
     said = io.StringIO()
     try:
         configure_logging("info", "json", stream=said, worker_id="decode-0")
-        logging.getLogger("uvicorn.error").info("started")
+        logging.getLogger("some.library").info("started")
         logging.getLogger("httpx").info("a request of our own")
         logging.getLogger("any").debug("too fine")
     finally:
@@ -86,4 +86,4 @@ def test_whole_process_logs_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, before in quiet.items():
             logging.getLogger(name).setLevel(before)
     (line,) = said.getvalue().splitlines()
-    assert (json.loads(line)["logger"], json.loads(line)["worker_id"]) == ("uvicorn.error", "decode-0")
+    assert (json.loads(line)["logger"], json.loads(line)["worker_id"]) == ("some.library", "decode-0")
