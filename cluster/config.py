@@ -8,12 +8,11 @@ What depends on the model (a context, the size of a pool) is worked out in `work
 written back.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import (
@@ -26,8 +25,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
+from cluster.config_words import sentence
 from engine.config import Dtype, KVCacheDtype
 from worker.config import DEFAULT_SERVER_NAME
 from worker.log import LogFormat, LogLevel
@@ -313,7 +313,7 @@ def load_config(file: Path | None = None, flags: Mapping[str, object] | None = N
     try:
         return ClusterConfig.model_validate(values)
     except ValidationError as exc:
-        raise ConfigError(*(_sentence(error) for error in exc.errors())) from exc
+        raise ConfigError(*(sentence(error, ClusterConfig.model_fields) for error in exc.errors())) from exc
 
 
 def _environment() -> dict[str, object]:
@@ -360,49 +360,3 @@ def _default_of(config: ClusterConfig, name: str) -> object:
 def _problem(sentence: str) -> PydanticCustomError:
     # Braces would be read as a template.
     return PydanticCustomError("cluster", "{sentence}", {"sentence": sentence})
-
-
-_LIMITS = {
-    "greater_than_equal": ("ge", "at least"),
-    "greater_than": ("gt", "above"),
-    "less_than_equal": ("le", "at most"),
-    "less_than": ("lt", "below"),
-}
-
-
-def _sentence(error: ErrorDetails) -> str:
-    """One problem in words, with the name and the offending value."""
-    kind, context, value = error["type"], error.get("ctx", {}), error["input"]
-    if kind == "cluster":
-        return str(context["sentence"])
-    name = str(error["loc"][0])
-    if name == "api_key":
-        # Never what was given.
-        return "api_key: must be one key or a list of keys, each of visible ASCII without spaces"
-    if kind == "extra_forbidden":
-        near = difflib.get_close_matches(name, ClusterConfig.model_fields, n=1)
-        return f"{name}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
-    # A flag's number comes as text.
-    shown = value if kind in _LIMITS or kind == "finite_number" else repr(value)
-    return f"{name}: must be {_allowed(kind, context)}, not {shown}"
-
-
-def _allowed(kind: str, context: dict[str, Any]) -> str:
-    if kind in _LIMITS:
-        key, words = _LIMITS[kind]
-        limit = context[key]
-        return f"{words} {limit if isinstance(limit, int) else format(limit, 'g')}"
-    if kind == "literal_error":
-        return f"one of {context['expected']}".replace("'", "")
-    if kind.startswith("int"):
-        return "a whole number"
-    if kind == "gpus":
-        return "1 (a GPU each) or 0.5 (two workers share one)"
-    if kind.startswith("bool"):
-        return "true or false"
-    if kind.startswith("float") or kind == "truth_value":
-        return "a number"
-    if kind == "finite_number":
-        return "finite"
-    assert kind.startswith("string"), f"no words for a {kind} of {context}"
-    return "text that is not empty" if kind == "string_too_short" else "text"
