@@ -165,7 +165,7 @@ async def test_a_request_that_is_dropped_when_it_is_done_hears_nothing(gate: Gat
     for structure in (A, BAD):
         await Answer(structures, structure).only()
         answer = Answer(structures, structure)
-        while not answer.preparation._future.done():
+        while not answer.preparation._job.done():
             await asyncio.to_thread(lambda: None)
         # Its callback may be on its way now.
         told_before = list(answer.told)
