@@ -4,11 +4,11 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from cluster.http_protocol import BoundedHttpProtocol
 from cluster.tls import GatewayTls
 
 
@@ -24,7 +24,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(),
+                http=BoundedHttpProtocol,
                 lifespan="off",
                 log_config=None,  # logging belongs to the process
                 access_log=False,  # a line of ours is written for each call
@@ -51,15 +51,6 @@ class HttpServer(uvicorn.Server):
         started.cancel()
         if serving.done():
             await serving
-
-
-def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
-    """The faster one, where its parser is installed; both bound a request's head."""
-    try:
-        from cluster.http_protocol import BoundedHttpProtocol
-    except ModuleNotFoundError:
-        return "h11"
-    return BoundedHttpProtocol
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -6,8 +6,6 @@ from cluster.errors import InvalidRequest
 from cluster.generation.chat import json_object
 from cluster.generation.prompt import Prompt
 from cluster.text_request import TextOptions
-from cluster.tools.call_structure import call_structure
-from cluster.tools.tool_use import ToolMode, ToolUse
 from engine.structure.spec import Structure
 from kvtransfer.sampling_wire import structure_from_wire
 from tandem.v1 import generation_pb2, sampling_pb2
@@ -45,7 +43,7 @@ def text_options(request: generation_pb2.GenerateRequest, prompt: Prompt, timeou
         seed=given("seed", None),
         logprobs=given("logprobs", None),
         prompt_logprobs=given("prompt_logprobs", None),
-        structure=_structure(params.structure, prompt.tool_use),
+        structure=prompt.held_to(_structure(params.structure)),
         stop=tuple(stop for stop in params.stop if stop),
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=given("ignore_eos", False),
@@ -58,19 +56,10 @@ def text_options(request: generation_pb2.GenerateRequest, prompt: Prompt, timeou
     )
 
 
-def _structure(wire: sampling_pb2.StructuredOutput, tool_use: ToolUse) -> Structure | None:
+def _structure(wire: sampling_pb2.StructuredOutput) -> Structure | None:
     match wire.WhichOneof("structure"):
         case "choice" if not wire.choice.strings:
             raise InvalidRequest("structure.choice must have at least one string", param="structure")
         case "json_schema":
             json_object(wire.json_schema, "structure.json_schema")
-    structure = structure_from_wire(wire)
-    if structure is None:
-        return call_structure(tool_use)
-    if tool_use.mode is not ToolMode.NONE:
-        raise InvalidRequest(
-            'tools are not allowed for a text that is held to a structure, except with tool_choice "none": a call has '
-            "a structure of its own",
-            param="tools",
-        )
-    return structure
+    return structure_from_wire(wire)

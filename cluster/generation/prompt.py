@@ -1,16 +1,19 @@
 """The prompt of a call: token ids as they are, a text, or a conversation by way of the model's chat template."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.generation.chat import json_object, openai_messages, openai_tool_choice, openai_tools
-from cluster.openai.messages import parse_messages
 from cluster.text.chat_template import ChatTemplate
+from cluster.text.messages import parse_messages
 from cluster.text_generator import TextGenerator
+from cluster.tools.answer_structure import answer_structure
 from cluster.tools.call_parser import CallParser, call_parser
 from cluster.tools.call_style import call_style, markup_token_ids
 from cluster.tools.conversation import render_conversation
 from cluster.tools.tool_use import ToolMode, ToolUse, parse_tool_use
+from engine.structure.spec import Structure
 from tandem.v1 import generation_pb2
 
 
@@ -23,6 +26,7 @@ class Prompt:
         add_special_tokens: to a text.
         tool_use: what the model may call and must.
         shown_special_tokens: those that calls are written with: they stay in the text, for the calls to be found.
+        held_to: what the text is held to, if `content` is what it is to be where it calls nothing.
     """
 
     text: str | tuple[int, ...]
@@ -30,6 +34,7 @@ class Prompt:
     add_special_tokens: bool
     tool_use: ToolUse = field(default_factory=ToolUse)
     shown_special_tokens: tuple[int, ...] = ()
+    held_to: Callable[[Structure | None], Structure | None] = lambda content: content
 
 
 class PromptReader:
@@ -123,6 +128,7 @@ class PromptReader:
             add_special_tokens=_adds_special_tokens(request, default=False),  # the template writes them itself
             tool_use=tool_use,
             shown_special_tokens=self._call_markup if tool_use.mode is ToolMode.AUTO else (),
+            held_to=lambda content: answer_structure(tool_use, content, self._style, self._text.tokenizer),
         )
 
 

@@ -7,10 +7,10 @@ from pydantic import Field, WithJsonSchema
 
 from cluster.errors import InvalidRequest
 from cluster.openai.field_schemas import MESSAGES_SCHEMA, TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA
-from cluster.openai.messages import parse_messages
 from cluster.openai.request_fields import Flag, Int, RequestFields, Text
 from cluster.openai.unsupported import UNSUPPORTED_IN_CHAT
 from cluster.text.chat_template import ChatTemplate
+from cluster.text.messages import parse_messages
 from cluster.text_request import TextOptions
 from cluster.tools.answer_structure import answer_structure
 from cluster.tools.call_style import CallStyle, markup_token_ids

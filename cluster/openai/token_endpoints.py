@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 from cluster.errors import InvalidRequest
 from cluster.openai.chat_request import Tools
 from cluster.openai.field_schemas import MESSAGES_SCHEMA
-from cluster.openai.messages import parse_messages
 from cluster.openai.request_fields import Flag, Int, Text, problem
 from cluster.openai.server import ApiServer
+from cluster.text.messages import parse_messages
 from cluster.tools.conversation import render_conversation
 from cluster.tools.tool import parse_tools
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from cluster.text.chat_template import ChatTemplate
-from engine.structure.spec import StructureKind
+from engine.structure.spec import Structure, StructureKind
 from fake_generator import FakeGenerator
 from gateway_api import Api, embedded_tokenizer, says
 from generation_api import Served, asking, chatting, check_joined, embedded_template, serving
@@ -196,18 +196,26 @@ async def test_no_messages_are_no_conversation() -> None:
     assert "messages" in error.details()
 
 
-async def test_structure_and_calls_contradict_each_other() -> None:
+async def test_a_text_is_calls_or_has_the_structure_that_was_asked_for() -> None:
     request = chatting(tools=[WEATHER])
     request.sampling_params.structure.json_object = True
-    error = await refusal(request)
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "structure" in error.details()
-    request.chat.tool_choice.mode = "none"
     async with serving(template=embedded_template()) as served:
         await answers(served, request)
-    structure = served.generator.requests[0].params.structure
-    assert structure is not None
-    assert structure.kind is StructureKind.JSON_OBJECT
+        request.chat.tool_choice.mode = "none"
+        await answers(served, request)
+    either, alone = (served_request.params.structure for served_request in served.generator.requests)
+    assert either is not None
+    assert either.kind is StructureKind.GRAMMAR
+    assert "calls | content" in either.text
+    assert alone == Structure(StructureKind.JSON_OBJECT)
+
+
+async def test_a_grammar_leaves_no_room_for_calls() -> None:
+    request = chatting(tools=[WEATHER])
+    request.sampling_params.structure.grammar = 'start: "x"'
+    error = await refusal(request)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "grammar" in error.details()
 
 
 async def test_model_without_a_template_takes_no_conversations() -> None:

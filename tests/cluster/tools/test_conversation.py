@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest
-from cluster.openai.messages import parse_messages
 from cluster.text.chat_template import ChatTemplate
+from cluster.text.messages import parse_messages
 from cluster.tools.call_style import CallStyle, call_style, markup_token_ids
 from cluster.tools.conversation import render_conversation
 from cluster.tools.tool import Tool
