@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gateway_thread import Endpoint, in_thread
+from hash_gateway import running
 from served import served
 
 # Before anything imports them: what these would fetch or report.
@@ -24,16 +25,22 @@ API_KEY = "sk-tandem-end-to-end"
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """The embedded model in float32, prompts prefilled apart; for all tests of the session. It wants a key."""
+    """The embedded model in float32, prompts prefilled apart; for all tests of the session, so small contexts."""
     serving = partial(
         served,
         tmp_path_factory.mktemp("workers"),
-        api_key=["sk-another", API_KEY],
         max_local_prefill_tokens=0,
         max_model_len=1024,
         num_blocks=257,
     )
-    with in_thread(serving, api_key=API_KEY) as endpoint:
+    with in_thread(serving) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def locked_endpoint() -> Iterator[Endpoint]:
+    """A gateway that wants a key; its tokens are hashes."""
+    with in_thread(partial(running, api_key=["sk-another", API_KEY]), api_key=API_KEY) as endpoint:
         yield endpoint
 
 

@@ -139,7 +139,11 @@ def test_wrong_requests_raise(endpoint: Endpoint) -> None:
         chat_model(endpoint, top_p=2).invoke(QUESTION)
     with pytest.raises(openai.NotFoundError):
         ChatOpenAI(base_url=endpoint.base_url, api_key=SecretStr(endpoint.api_key), model="other").invoke(QUESTION)
-    with pytest.raises(openai.AuthenticationError):
-        chat_model(endpoint, api_key=SecretStr("sk-wrong")).invoke(QUESTION)
     with pytest.raises(ContextOverflowError):
         chat_model(endpoint).invoke("word " * 1100)
+
+
+def test_key_is_sent_and_its_refusal_told(locked_endpoint: Endpoint) -> None:
+    assert text_model(locked_endpoint, max_tokens=2).generate(["!"]).generations[0]
+    with pytest.raises(openai.AuthenticationError):
+        chat_model(locked_endpoint, api_key=SecretStr("sk-wrong")).invoke(QUESTION)

@@ -138,7 +138,10 @@ def test_wrong_requests_raise_its_own_errors(endpoint: Endpoint, provider: str) 
         litellm.completion(**asks(endpoint, provider, messages=QUESTION) | {"model": f"{provider}/other"})
     with pytest.raises(litellm.BadRequestError, match="top_p"):
         litellm.completion(**asks(endpoint, provider, messages=QUESTION, top_p=3))
-    with pytest.raises(litellm.AuthenticationError):
-        litellm.completion(**asks(endpoint, provider, messages=QUESTION, api_key="sk-wrong"))
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**asks(endpoint, provider, messages=[{"role": "user", "content": "word " * 1100}]))
+
+
+def test_key_that_is_none_is_its_own_error(locked_endpoint: Endpoint, provider: str) -> None:
+    with pytest.raises(litellm.AuthenticationError):
+        litellm.completion(**asks(locked_endpoint, provider, messages=QUESTION, api_key="sk-wrong"))

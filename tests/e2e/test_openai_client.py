@@ -218,13 +218,19 @@ def test_wrong_requests_raise_the_clients_own_errors(client: openai.OpenAI, mode
         client.embeddings.create(model=model, input="x")
 
 
-def test_whoever_has_no_key_is_told_so(client: openai.OpenAI, model: str) -> None:
-    with pytest.raises(openai.AuthenticationError) as refused:
-        client.with_options(api_key="sk-wrong").completions.create(model=model, prompt=STORY, stream=True)
-    assert (refused.value.code, refused.value.status_code) == ("invalid_api_key", 401)
-    with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="sk-wrong").models.list()
-    assert client.with_options(api_key="sk-another").models.retrieve(model).id == model
+def test_whoever_has_no_key_is_told_so(locked_endpoint: Endpoint) -> None:
+    model, prompt = locked_endpoint.model, [5, 6, 7]
+    with openai.OpenAI(base_url=locked_endpoint.base_url, api_key="sk-wrong", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            stranger.completions.create(model=model, prompt=prompt, stream=True)
+        assert (refused.value.code, refused.value.status_code) == ("invalid_api_key", 401)
+        with pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+        for key in ("sk-another", locked_endpoint.api_key):
+            guest = stranger.with_options(api_key=key)
+            assert (
+                guest.completions.create(model=model, prompt=prompt, max_tokens=2).choices[0].finish_reason == "length"
+            )
 
 
 def test_raw_reply_has_the_requests_id_and_its_workers(client: openai.OpenAI, model: str) -> None:
