@@ -1,8 +1,9 @@
-"""The choices of one prompt: to which workers they go, together first, and then each by itself.
+"""The choices of one prompt: to which workers they go, together at first, and each by itself once it has begun.
 
 The first attempt is one Submit of all choices: the prompt is computed once. It is made when the first of them is read.
-A choice whose decode worker was lost is submitted again alone, with what it has generated; what was learnt of the
-workers that failed the prompt goes with it.
+If it is lost before anything has come of it (the worker was full, or draining, or died), those that are left go
+elsewhere together, again by one Submit, made when the first of them hears of the loss. A choice that has begun is
+submitted again alone, with what it has generated. What was learnt of the workers that failed the prompt goes with them.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ class PromptRun:
         self._block_size = model.block_size
         self._root = root_hash(model.fingerprint, requests[0].cache_salt)
         self._prompt_hashes: list[BlockHash] = []  # of its full blocks
-        self._first: Attempt | GenerationError | None = None
+        self._ended: set[str] = set()  # choices that want nothing any more
+        # Attempts of all choices together, or why there is none, by the number of the attempt before (none: 0).
+        self._together: dict[int, Attempt | GenerationError] = {}
 
     # --- attempts
 
@@ -60,19 +63,7 @@ class PromptRun:
         Raises:
             GenerationError: nothing could be submitted: to each choice the same.
         """
-        if self._first is None:
-            try:
-                self._first = self._submit(self._requests, (), None)
-            except GenerationError as error:
-                self._first = error
-        if isinstance(self._first, GenerationError):
-            raise self._first
-        return self._first, self._first.streams[self._name(request, 1)]
-
-    def withdraw(self, request: SequenceRequest, error: GenerationError) -> None:
-        """A choice that was submitted with the others, and is never read."""
-        if isinstance(self._first, Attempt):
-            self.leave(self._first, self._first.streams[self._name(request, 1)], error)
+        return self._with_others(request, None)
 
     def move(self, request: SequenceRequest, delivered: Sequence[int], last: Attempt) -> tuple[Attempt, RequestStream]:
         """One choice, submitted elsewhere.
@@ -84,8 +75,37 @@ class PromptRun:
         Raises:
             GenerationError: there is no time, or nobody, left.
         """
+        is_common = self._together.get(last.number - 1) is last
+        if is_common and not last.streams.has_output:
+            return self._with_others(request, last)
         attempt = self._submit((request,), delivered, last)
         return attempt, attempt.streams[attempt.wire_id]
+
+    def end(self, request: SequenceRequest, num_left: int, error: GenerationError) -> None:
+        """A choice has ended: it is not taken along any more, and leaves attempts that it was taken along to.
+
+        Args:
+            num_left: the number of the attempt that it has left last; 0: it was never read.
+        """
+        self._ended.add(request.request_id)
+        for attempt in self._together.values():
+            if isinstance(attempt, Attempt) and attempt.number > num_left:
+                stream = attempt.streams.get(self._name(request, attempt.number))
+                if stream is not None:
+                    self.leave(attempt, stream, error)
+
+    def _with_others(self, request: SequenceRequest, last: Attempt | None) -> tuple[Attempt, RequestStream]:
+        before = 0 if last is None else last.number
+        if before not in self._together:
+            rest = [choice for choice in self._requests if choice.request_id not in self._ended]
+            try:
+                self._together[before] = self._submit(rest, (), last)
+            except GenerationError as error:
+                self._together[before] = error
+        attempt = self._together[before]
+        if isinstance(attempt, GenerationError):
+            raise attempt
+        return attempt, attempt.streams[self._name(request, attempt.number)]
 
     def _submit(self, requests: Sequence[SequenceRequest], delivered: Sequence[int], last: Attempt | None) -> Attempt:
         if self.membership.is_closed:

@@ -28,9 +28,18 @@ class PromptStreams:
     def __getitem__(self, choice_id: str) -> RequestStream:
         return self._streams[choice_id]
 
+    def get(self, choice_id: str) -> RequestStream | None:
+        """None: it is no choice of this Submit."""
+        return self._streams.get(choice_id)
+
     @property
     def choice_ids(self) -> Sequence[str]:
         return tuple(self._streams)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether anything has come of any choice."""
+        return any(stream.has_output for stream in self._streams.values())
 
     @property
     def living(self) -> list[RequestStream]:

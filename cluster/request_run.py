@@ -10,7 +10,7 @@ a token is a function of the request alone. Both repairs are bounded. The run en
 error, or by its reader leaving; in each case the worker forgets the sequence and its account is settled.
 
 Choices of one prompt begin together (`PromptRun`). A prefill worker that is lost is replaced for all of them, by the
-one that the decode worker asks; after a lost decode worker each goes its own way.
+one that the decode worker asks; after a lost decode worker those that had begun go each its own way.
 """
 
 from collections.abc import AsyncGenerator
@@ -54,6 +54,7 @@ class RequestRun:
         self._limits = limits
         self._has_begun = False
         self._at: tuple[Attempt, RequestStream] | None = None  # where it is now
+        self._num_left = 0  # number of the attempt that it has left last
         self._delivered: list[int] = []
         self._num_cached_tokens: int | None = None
 
@@ -82,13 +83,13 @@ class RequestRun:
                     return
         finally:
             timer.cancel()
-            self._leave(Cancelled("its client left"))
+            self._end()
 
     def close(self) -> None:
         """Ends it even if it was never begun. Idempotent."""
         if not self._has_begun:
             self._has_begun = True
-            self._prompt.withdraw(self._request, Cancelled("its client left"))
+            self._end()
 
     # --- its steps
 
@@ -164,7 +165,13 @@ class RequestRun:
         """Ends it at its worker, if it has not ended there. Idempotent."""
         if self._at is not None:
             (attempt, stream), self._at = self._at, None
+            self._num_left = attempt.number
             self._prompt.leave(attempt, stream, error)
+
+    def _end(self) -> None:
+        error = Cancelled("its client left")
+        self._leave(error)
+        self._prompt.end(self._request, self._num_left, error)
 
 
 def _told_why(error: WorkerLost | QueueFull, reason: str) -> WorkerLost | QueueFull:

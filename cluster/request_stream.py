@@ -22,6 +22,7 @@ class RequestStream:
     def __init__(self, request_id: str, max_buffered: int) -> None:
         self.request_id = request_id
         self.ended = False
+        self.has_output = False  # whether any has come
         self._max_buffered = max_buffered
         self._messages: deque[Output | NeedPrefill] = deque()
         self._error: GenerationError | None = None
@@ -35,7 +36,9 @@ class RequestStream:
         """A message has come; it ends the stream if it has a finish reason."""
         if self.ended:
             return
-        self.ended = isinstance(message, Output) and message.finish_reason is not None
+        if isinstance(message, Output):
+            self.has_output = True
+            self.ended = message.finish_reason is not None
         self._messages.append(message)
         self._arrived.set()
 

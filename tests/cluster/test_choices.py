@@ -329,8 +329,76 @@ async def test_a_worker_that_has_no_room_for_a_prompt_has_none_for_any_of_its_ch
         readings = Readings(c, sequences)
         first = await arrived(c, 3)
         first[0].refuse(code, "not now")
-        for at in await arrived(c, 3):
+        second = await arrived(c, 3)
+        assert [at.seed for at in second] == [1, 2, 3]
+        for at in second:
             assert at.session.worker is not first[0].session.worker
+            at.send_all()
+        assert await readings.tokens() == expected(sequences)
+        assert [len(worker.submits) for worker in c.workers.values()] == [1, 1]  # together again: computed once
+        assert c.membership.ledger.num_assigned == 0
+
+
+async def test_before_anything_has_come_the_choices_that_are_left_move_together() -> None:
+    async with fake_cluster("d0 d1 d2", router=APART) as c:
+        sequences = choices_of(4)
+        readings = Readings(c, sequences)
+        first = await arrived(c, 4)
+        await readings.leave(1)
+        await first[0].session.worker.kill()
+        second = await arrived(c, 3)
+        assert [at.seed for at in second] == [1, 3, 4]
+        assert len({at.session for at in second}) == 1
+        await second[0].session.worker.kill()
+        third = await arrived(c, 3)
+        assert [at.seed for at in third] == [1, 3, 4]
+        third[0].send_first_tokens()
+        for at in third:
+            at.send_all()
+        ended = await readings.errors()
+        assert [ended[i] for i in (0, 2, 3)] == [expected(sequences)[i] for i in (0, 2, 3)]
+        assert all(len(worker.submits) == 1 for worker in c.workers.values())
+        c.membership.ledger.check_integrity()
+        assert c.membership.ledger.num_assigned == 0
+
+
+async def test_one_that_leaves_before_it_hears_of_the_move_is_aborted_where_it_was_taken_along() -> None:
+    async with fake_cluster("d0 d1", router=APART) as c:
+        sequences = choices_of(3)
+        slow, *others = c.generator.generate_choices(sequences)
+        reading = asyncio.ensure_future(anext(others[0]))
+        first = await arrived(c, 3)
+        await first[0].session.worker.kill()
+        second = await arrived(c, 3)
+        assert [at.seed for at in second] == [1, 2, 3]
+        await slow.aclose()  # has read nothing of either worker
+        await second[0].aborted.wait()
+        second[1].send_all()
+        second[2].send_all()
+        texts = [token_ids([await reading]), []]
+        for text, chunks in zip(texts, others, strict=True):
+            text += token_ids([chunk async for chunk in chunks])
+        assert texts == expected(sequences)[1:]
+        assert not any(at.aborted.is_set() for at in second[1:])
+        c.membership.ledger.check_integrity()
+        assert c.membership.ledger.num_assigned == 0
+
+
+async def test_those_that_go_by_themselves_stay_so() -> None:
+    async with fake_cluster("d0 d1 d2 d3 d4", router=APART) as c:
+        sequences = choices_of(3)
+        readings = Readings(c, sequences)
+        first = await arrived(c, 3)
+        first[0].send_tokens(1)
+        while not readings.chunks[0]:
+            await asyncio.sleep(0)
+        await first[0].session.worker.kill()
+        second = await arrived(c, 3)
+        assert not any(at.submit.choices for at in second)
+        for worker in {at.session.worker for at in second}:
+            await worker.kill()
+        for at in await arrived(c, 3):
+            assert not at.submit.choices
             at.send_all()
         assert await readings.tokens() == expected(sequences)
 
