@@ -228,7 +228,7 @@ class SequencePlanner:
         self, request: TextRequest, token_ids: tuple[int, ...], max_tokens: int
     ) -> tuple[SequenceRequest, ...]:
         options = request.options
-        seed = _wrap(self._draw_seed() if options.seed is None else options.seed)
+        seed = wrapped_seed(self._draw_seed() if options.seed is None else options.seed)
         stop_token_ids = set(options.stop_token_ids)
         if not options.ignore_eos:
             stop_token_ids |= self._tokenizer.eos_token_ids
@@ -297,6 +297,6 @@ def choice_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
 
 
-def _wrap(seed: int) -> int:
+def wrapped_seed(seed: int) -> int:
     """Any integer as a signed 64-bit one; those that are keep their value."""
     return (seed + 2**63) % 2**64 - 2**63
