@@ -17,9 +17,6 @@ from llguidance import LLMatcher, regex_to_lark
 
 from engine.structure.spec import Structure, StructureKind
 
-# More than any schema in use has; what is read takes time in proportion at least.
-MAX_TEXT_BYTES = 64 << 10
-
 # Behind the rest, where it has the last word and moves no line that an error names.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
@@ -38,14 +35,8 @@ def grammar_of(structure: Structure) -> str:
     Raises:
         ValueError: it is too long, or not what its kind says.
     """
-    kind, text = structure.kind, structure.text
-    try:
-        num_bytes = len(text.encode("utf-8"))
-    except UnicodeEncodeError as exc:
-        raise ValueError(f"{kind.value} has a lone surrogate at character {exc.start}") from exc
-    if num_bytes > MAX_TEXT_BYTES:
-        raise ValueError(f"{kind.value} has {num_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed")
-    lark = structure.text if kind is StructureKind.GRAMMAR else lark_rules(structure, "start")
+    structure.check_text()
+    lark = structure.text if structure.kind is StructureKind.GRAMMAR else lark_rules(structure, "start")
     return LLMatcher.grammar_from_lark(lark + _OPTIONS)
 
 
@@ -53,8 +44,9 @@ def lark_rules(structure: Structure, name: str) -> str:
     """The rule `name`, and what it stands on, for a text of this structure: all of a grammar, or a part of one.
 
     Raises:
-        ValueError: it is not what its kind says, or is a grammar, which is no part of another.
+        ValueError: it is too long, or not what its kind says, or is a grammar, which is no part of another.
     """
+    structure.check_text()
     match structure.kind:
         case StructureKind.JSON_OBJECT:
             return f"{name}: {json_rule({'type': 'object'})}"
@@ -69,9 +61,16 @@ def lark_rules(structure: Structure, name: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """What stands for JSON of this schema in a rule."""
-    # The library's own keyword, by which a schema could have said otherwise.
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    """What stands for JSON of this schema in a rule.
+
+    Raises:
+        ValueError: it is nested too deeply.
+    """
+    try:
+        # The library's own keyword, by which a schema could have said otherwise.
+        return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    except RecursionError as exc:
+        raise ValueError("json_schema is nested too deeply") from exc
 
 
 def _schema(text: str) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+# More than any schema in use has; what is read takes time in proportion at least.
+MAX_TEXT_BYTES = 64 << 10
+
 
 class StructureKind(Enum):
     """How `Structure.text` is to be read."""
@@ -22,6 +25,22 @@ class Structure:
 
     kind: StructureKind
     text: str = ""
+
+    def check_text(self) -> None:
+        """Whoever passes it on asks first: it is copied into every message, and kept.
+
+        Raises:
+            ValueError: it is too long, or is not Unicode.
+        """
+        kind, num_characters = self.kind.value, len(self.text)
+        if num_characters > MAX_TEXT_BYTES:  # then it need not be looked at
+            raise ValueError(f"{kind} has {num_characters} characters; at most {MAX_TEXT_BYTES} bytes are allowed")
+        try:
+            num_bytes = len(self.text.encode("utf-8"))
+        except UnicodeEncodeError as exc:
+            raise ValueError(f"{kind} has a lone surrogate at character {exc.start}") from exc
+        if num_bytes > MAX_TEXT_BYTES:
+            raise ValueError(f"{kind} has {num_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed")
 
     @staticmethod
     def of_choices(choices: Iterable[str]) -> "Structure":

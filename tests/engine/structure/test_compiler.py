@@ -1,7 +1,9 @@
 """What cannot be compiled is refused in a sentence; what can is compiled once."""
 
+import contextlib
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +11,8 @@ import pytest
 
 from engine.structure import compiler as compiler_module
 from engine.structure.compiler import StructureCompiler
-from engine.structure.grammar import MAX_TEXT_BYTES
-from engine.structure.spec import Structure, StructureKind
+from engine.structure.errors import CompilationFailed
+from engine.structure.spec import MAX_TEXT_BYTES, Structure, StructureKind
 from structured import BYTES, allowed_ids, byte_tokenizer
 
 OBJECT, SCHEMA, REGEX, CHOICE, GRAMMAR = StructureKind
@@ -95,6 +97,36 @@ def test_a_long_text_is_refused_unread() -> None:
     for kind in (SCHEMA, REGEX, CHOICE, GRAMMAR):
         with pytest.raises(ValueError, match=f"{kind.value} has {MAX_TEXT_BYTES + 1} bytes; at most {MAX_TEXT_BYTES}"):
             new_compiler().compile(Structure(kind, "é" * (MAX_TEXT_BYTES // 2) + "x"))
+        with pytest.raises(ValueError, match=f"{kind.value} has 70000 characters; at most {MAX_TEXT_BYTES} bytes"):
+            new_compiler().compile(Structure(kind, "x" * 70_000))
+
+
+def test_a_text_that_is_too_long_is_not_kept() -> None:
+    compiler = new_compiler()
+    for ask in (compiler.compile, compiler.known):
+        with pytest.raises(ValueError, match="at most"):
+            ask(Structure(REGEX, "a" * (MAX_TEXT_BYTES + 1)))
+    assert not compiler._outcomes
+
+
+def test_a_refusal_that_is_repeated_takes_no_memory() -> None:
+    compiler, text = new_compiler(), ["[", "a" * 20_000]
+
+    def refused() -> None:
+        own = Structure(REGEX, "".join(text))  # a copy, as each request has one
+        with contextlib.suppress(ValueError):
+            compiler.compile(own)
+
+    refused()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(100):
+            refused()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 100_000  # each of the texts has 20,000
 
 
 def test_a_long_choice_is_compiled() -> None:
@@ -128,17 +160,33 @@ def test_a_bad_structure_is_tried_once() -> None:
     assert len(tried) == 1
 
 
-def test_a_trial_that_itself_fails_is_made_again() -> None:
-    answers = iter([OSError("no process"), None])
+@pytest.mark.parametrize(
+    "problem", [OSError("no process"), CompilationFailed("no process"), AssertionError("no process")]
+)
+def test_a_trial_that_itself_fails_is_made_again(problem: Exception) -> None:
+    answers = iter([problem, None])
 
     def trial(grammar: str) -> None:
         if (problem := next(answers)) is not None:
             raise problem
 
     compiler = new_compiler(trial)
-    with pytest.raises(OSError, match="no process"):
+    with pytest.raises(type(problem), match="no process"):
         compiler.compile(Structure(REGEX, "a"))
+    assert compiler.known(Structure(REGEX, "a")) is None
     assert allowed_ids(compiler.compile(Structure(REGEX, "a")).matcher(), []) == [98]
+
+
+def test_what_is_known_is_told_without_a_wait() -> None:
+    compiler, good, bad = new_compiler(), Structure(REGEX, "a+"), Structure(REGEX, "[a")
+    assert compiler.known(good) is None
+    assert compiler.known(bad) is None
+    compiled = compiler.compile(good)
+    with pytest.raises(ValueError, match="unclosed"):
+        compiler.compile(bad)
+    assert compiler.known(good) is compiled
+    with pytest.raises(ValueError, match="unclosed"):
+        compiler.known(bad)
 
 
 def test_what_was_not_asked_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,20 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 from typing import Any
 
 import pytest
 
 from engine.structure import trial
 from engine.structure.compiler import StructureCompiler
-from engine.structure.grammar import grammar_of
+from engine.structure.errors import CompilationFailed
+from engine.structure.grammar import grammar_of, json_rule
 from engine.structure.spec import Structure, StructureKind
-from engine.structure.trial import try_out
+from engine.structure.trial import Trials
 from engine.structure.vocabulary import SpecialIds
 from structured import BYTES, byte_tokenizer
 
@@ -47,6 +52,9 @@ NASTY = {
     "counted three times": (REGEX, "((a{1,100}){1,100}){1,100}|" + "a?" * 2000 + "a" * 2000, "complex|large"),
 }
 
+# Of an object with so many optional properties the library gives up behind the first brace.
+WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(600)}}
+
 HARMLESS = {
     "deep": (SCHEMA, '{"items": ' * 60 + "{}" + "}" * 60),
     "doubling references": schema(
@@ -67,17 +75,17 @@ HARMLESS = {
 @pytest.mark.parametrize(("kind", "text", "problem"), NASTY.values(), ids=NASTY)
 def test_what_would_stop_a_worker_is_refused(kind: StructureKind, text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        try_out(grammar_of(Structure(kind, text)), SPECIAL)
+        Trials(SPECIAL)(grammar_of(Structure(kind, text)))
 
 
 @pytest.mark.parametrize(("kind", "text"), HARMLESS.values(), ids=HARMLESS)
 def test_what_the_library_stands_is_not_refused(kind: StructureKind, text: str) -> None:
-    try_out(grammar_of(Structure(kind, text)), SPECIAL)
+    Trials(SPECIAL)(grammar_of(Structure(kind, text)))
 
 
 def test_processor_time_is_bounded() -> None:
     with pytest.raises(ValueError, match=r"it is too complex: it takes more than 0\.01 s to compile"):
-        try_out(grammar_of(Structure(*PRIME)), SPECIAL, max_cpu_s=0.01)
+        Trials(SPECIAL, max_cpu_s=0.01)(grammar_of(Structure(*PRIME)))
 
 
 def test_a_compiler_tries_what_clients_wrote_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,3 +99,77 @@ def test_a_compiler_tries_what_clients_wrote_and_names_it(monkeypatch: pytest.Mo
     compiler.compile(Structure.of_choices(["a", "b"]))
     with pytest.raises(OSError, match="Permission denied"):
         compiler.compile(Structure(REGEX, "b+"))
+
+
+@pytest.mark.parametrize("name", ["f", "f" * 64, "f" * 1000])
+def test_a_trial_reads_on_through_text_that_is_bound_to_come(name: str) -> None:
+    head = json.dumps(f'[{{"name": "{name}", "parameters": ')
+    lark = f"start: {head} arguments\narguments: {json_rule(WIDE)}"
+    with pytest.raises(ValueError, match=r"too complex: .*items"):
+        Trials(SPECIAL)(grammar_of(Structure(GRAMMAR, lark)))
+
+
+AORB = grammar_of(Structure(REGEX, "[ab]+"))
+
+
+class Child(subprocess.Popen[bytes]):
+    """Ends by itself in the way that it is told to, whatever it is asked."""
+
+    program = ""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        super().__init__([sys.executable, "-c", self.program], **options)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "problem"),
+    [
+        (f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})", CompilationFailed, "ended with -9"),
+        (f"import os; os.kill(os.getpid(), {int(signal.SIGTERM)})", CompilationFailed, "ended with -15"),
+        ("raise OSError('/secret/place')", CompilationFailed, "(?s)ended with 1: .*/secret/place"),
+        ("import time; time.sleep(600)", CompilationFailed, "did not end within 0.01 s"),
+        (f"import os; os.kill(os.getpid(), {int(signal.SIGABRT)})", ValueError, "more than 128 MiB"),
+        (f"import os; os.kill(os.getpid(), {int(signal.SIGPROF)})", ValueError, "more than 2 s"),
+        ("import sys; sys.exit(4)", ValueError, "more than 128 MiB"),
+    ],
+)
+def test_what_ends_a_trial_from_outside_is_not_held_against_a_grammar(
+    monkeypatch: pytest.MonkeyPatch, program: str, error: type[Exception], problem: str
+) -> None:
+    monkeypatch.setattr(Child, "program", program)
+    monkeypatch.setattr(trial.subprocess, "Popen", Child)
+    if "sleep" in program:
+        monkeypatch.setattr(trial, "_PATIENCE_S", 0.01)
+    with pytest.raises(error, match=problem):
+        Trials(SPECIAL)(AORB)
+
+
+def test_trials_end_when_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    class Endless(Child):
+        program = "import time; time.sleep(600)"
+
+        def communicate(self, *args: Any, **options: Any) -> Any:
+            begun.set()
+            return super().communicate(*args, **options)
+
+    monkeypatch.setattr(trial.subprocess, "Popen", Endless)
+    trials, told = Trials(SPECIAL), list[Exception]()
+
+    def try_out() -> None:
+        try:
+            trials(AORB)
+        except CompilationFailed as exc:
+            told.append(exc)
+
+    thread = threading.Thread(target=try_out)
+    thread.start()
+    assert begun.wait(30)
+    trials.close()
+    trials.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "ended with -9" in str(told[0])
+    with pytest.raises(CompilationFailed, match="no trials are made any more"):
+        trials(AORB)
