@@ -6,6 +6,7 @@ from cluster.errors import InvalidRequest
 from cluster.generation.chat import json_object
 from cluster.generation.prompt import Prompt
 from cluster.text_request import TextOptions
+from cluster.tools.schema_depth import check_depth
 from engine.structure.spec import Structure
 from kvtransfer.sampling_wire import structure_from_wire
 from tandem.v1 import generation_pb2, sampling_pb2
@@ -61,5 +62,5 @@ def _structure(wire: sampling_pb2.StructuredOutput) -> Structure | None:
         case "choice" if not wire.choice.strings:
             raise InvalidRequest("structure.choice must have at least one string", param="structure")
         case "json_schema":
-            json_object(wire.json_schema, "structure.json_schema")
+            check_depth(json_object(wire.json_schema, "structure.json_schema"), "structure.json_schema")
     return structure_from_wire(wire)

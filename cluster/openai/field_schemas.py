@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from cluster.openai.structure_fields import FORMAT_NAME_PATTERN
+from cluster.tools.tool import MAX_TOOLS, NAME_PATTERN
+
 Schema = dict[str, Any]
 
 
@@ -14,7 +17,7 @@ def _nullable(schema: Schema) -> Schema:
 
 
 _STRING: Schema = {"type": "string"}
-_FUNCTION_NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
+_FUNCTION_NAME: Schema = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
 _ANY_SCHEMA: Schema = {"type": "object", "description": "A JSON schema."}
 
 
@@ -32,7 +35,7 @@ RESPONSE_FORMAT_SCHEMA: Schema = _nullable(
                     "type": {"const": "json_schema"},
                     "json_schema": _object(
                         {
-                            "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                            "name": {"type": "string", "pattern": f"^{FORMAT_NAME_PATTERN}$"},
                             "description": _nullable(_STRING),
                             "schema": _nullable(_ANY_SCHEMA),
                             "strict": _nullable({"type": "boolean"}),
@@ -50,7 +53,7 @@ RESPONSE_FORMAT_SCHEMA: Schema = _nullable(
 TOOLS_SCHEMA: Schema = _nullable(
     {
         "type": "array",
-        "maxItems": 128,
+        "maxItems": MAX_TOOLS,
         "items": _object(
             {
                 "type": {"const": "function"},

@@ -11,9 +11,10 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.quotation import shorten
+from cluster.tools.schema_depth import check_depth
 from engine.structure.spec import Structure, StructureKind
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+FORMAT_NAME_PATTERN = "[a-zA-Z0-9_-]{1,64}"  # of a response_format's schema
 _ANY_OBJECT = Structure(StructureKind.JSON_OBJECT)
 
 
@@ -57,7 +58,7 @@ def _named_schema(value: Any, where: str) -> Structure:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where} must be an object, not {shorten(value)}", param=where)
     name = value.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(FORMAT_NAME_PATTERN, name):
         raise InvalidRequest(
             f"{where}.name must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -, not {shorten(name)}",
             param=f"{where}.name",
@@ -78,7 +79,12 @@ def _json_schema(value: Any, where: str) -> Structure:
             raise InvalidRequest(f"{where} is a string, but not one that holds JSON: {exc}", param=where) from exc
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where} must be a JSON schema, not {shorten(value)}", param=where)
-    return Structure(StructureKind.JSON_SCHEMA, json.dumps(value))
+    check_depth(value, where)
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"{where} holds a number that JSON does not have: {exc}", param=where) from exc
+    return Structure(StructureKind.JSON_SCHEMA, text)
 
 
 def _regex(value: Any, where: str) -> Structure:

@@ -36,7 +36,7 @@ def answer_structure(
     try:
         rules = lark_rules(content, "content")
     except ValueError as exc:
-        raise InvalidRequest(str(exc)) from exc
+        raise InvalidRequest(str(exc), param="structure") from exc
     lines = ["start: calls | content", rules, *_Calls(use, style, tokenizer).lines()]
     return Structure(StructureKind.GRAMMAR, "\n".join(lines))
 

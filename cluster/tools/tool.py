@@ -7,9 +7,10 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.quotation import shorten
+from cluster.tools.schema_depth import check_depth
 
 MAX_TOOLS = 128  # OpenAI's bound
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+NAME_PATTERN = "[a-zA-Z0-9_.-]{1,64}"  # OpenAI's, and the dot, which other clients put in
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _tool(value: Any, where: str) -> Tool:
 
 
 def _name(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
+    if not isinstance(value, str) or not re.fullmatch(NAME_PATTERN, value):
         raise InvalidRequest(
             f"{where} must be 1 to 64 of the characters a-z, A-Z, 0-9, _, . and -, not {shorten(value)}", param=where
         )
@@ -94,4 +95,5 @@ def _parameters(value: Any, where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f'{where}.type must be "object", not {shorten(value["type"])}: arguments have names', param=f"{where}.type"
         )
+    check_depth(value, where)
     return {"type": "object"} | value

@@ -63,6 +63,7 @@ async def test_field_becomes_the_structure_of_the_sequence(
         (named(schema=[]), "response_format.json_schema.schema"),
         ({"guided_json": 5}, "guided_json"),
         ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": '{"const": NaN}'}, "guided_json"),
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),

@@ -119,8 +119,9 @@ def test_grammar_cannot_be_a_part_of_another() -> None:
 
 
 def test_answers_structure_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as caught:
         answer_structure(AUTO, Structure(StructureKind.JSON_SCHEMA, "{"), CallStyle.HERMES, embedded_tokenizer())
+    assert caught.value.param == "structure"
 
 
 @pytest.mark.parametrize("content", [None, ANSWER])
