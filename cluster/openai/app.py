@@ -13,6 +13,7 @@ from cluster.openai.chat_request import ChatRequest
 from cluster.openai.completion_request import CompletionRequest
 from cluster.openai.completions import CompletionShape
 from cluster.openai.error_replies import install_error_handlers
+from cluster.openai.prompt_logprobs_bound import check_prompt_logprobs
 from cluster.openai.reply import Call
 from cluster.openai.reply_schemas import (
     ERRORS,
@@ -56,6 +57,12 @@ def _add_generation(app: FastAPI, server: ApiServer) -> None:
         fields = CompletionRequest.parse(await read_object(request, server.max_body_bytes))
         server.check_model(fields.model)
         planned = await server.text.plan_all(fields.text_requests(server.new_id("cmpl")))
+        check_prompt_logprobs(
+            (len(prompt.prompt_token_ids) for prompt in planned),
+            num_choices=fields.num_choices,
+            prompt_logprobs=fields.prompt_logprobs,
+            echoed_logprobs=fields.logprobs if fields.echo else None,
+        )
         head = server.head("cmpl", fields.request_id)
         shape = CompletionShape(fields, planned, server.text.tokenizer)
         call = Call(server.text, planned, head, shape, usage_chunks=fields.usage_chunks)
@@ -75,6 +82,12 @@ def _add_generation(app: FastAPI, server: ApiServer) -> None:
             prompt_field="messages",
         )
         planned = await server.text.plan(text)
+        check_prompt_logprobs(
+            [len(planned.prompt_token_ids)],
+            num_choices=fields.num_choices,
+            prompt_logprobs=fields.prompt_logprobs,
+            echoed_logprobs=None,
+        )
         head = server.head("chatcmpl", fields.request_id)
         shape = ChatShape(fields, planned, server.text.tokenizer, tool_use, style)
         call = Call(server.text, [planned], head, shape, usage_chunks=fields.usage_chunks)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from cluster.openai.chat_message import ChatMessage
 from cluster.openai.chat_request import ChatRequest
-from cluster.openai.logprobs import chat_logprobs, prompt_logprobs
+from cluster.openai.logprobs import chat_logprobs, num_told, prompt_logprobs
 from cluster.openai.reply import Json
 from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText, reported_stop
@@ -53,6 +53,15 @@ class ChatShape:
         message = self._message(delta.index).whole(delta.text)
         return self._with_prompt(self._filled(self._choice("message", message, delta.index), delta), delta)
 
+    def size(self, delta: TextDelta) -> int:
+        size = num_told(delta.tokens)
+        if delta.index not in self._messages:
+            if self._request.return_token_ids:
+                size += len(self._planned.prompt_token_ids)
+            if delta.index == 0:
+                size += num_told(delta.prompt_logprobs or ())
+        return size
+
     def _message(self, index: int) -> ChatMessage:
         message = self._messages.get(index)
         if message is None:
@@ -63,11 +72,11 @@ class ChatShape:
         return {"index": index, key: content, "logprobs": None, "finish_reason": None}
 
     def _with_prompt(self, choice: Json, delta: TextDelta) -> Json:
-        """The choice with what is told of its prompt, once."""
+        """The choice with what is told of its prompt; log-probabilities by the first choice, for all of them."""
         prompt_token_ids = self._planned.prompt_token_ids
         if self._request.return_token_ids:
             choice["prompt_token_ids"] = list(prompt_token_ids)
-        if self._request.prompt_logprobs is not None:
+        if self._request.prompt_logprobs is not None and delta.index == 0:
             assert delta.prompt_logprobs is not None, (
                 f"choice {delta.index} began without its prompt's log-probabilities"
             )

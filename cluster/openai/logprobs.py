@@ -9,15 +9,19 @@ from typing import Any
 from cluster.openai.prompt_offsets import prompt_offsets
 from cluster.text.detokenizer import Detokenizer
 from engine.executor import SampledToken
+from engine.sampling.logprobs import IMPOSSIBLE
 from engine.tokenizer.tokenizer import Tokenizer
-
-IMPOSSIBLE = -9999.0
 
 
 def finite(logprob: float | None) -> float:
     """A log-probability as JSON can say it."""
     # Written so that NaN is impossible as well.
     return logprob if logprob is not None and logprob > IMPOSSIBLE else IMPOSSIBLE
+
+
+def num_told(tokens: Sequence[SampledToken]) -> int:
+    """How many log-probabilities are known of these tokens: about what it costs to tell them."""
+    return len(tokens) * (1 + len(tokens[-1].top)) if tokens else 0
 
 
 def token_id_spelling(token_id: int) -> str:
@@ -89,7 +93,11 @@ class CompletionLogprobs:
         self._text = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._spell: Callable[[int], str] = token_id_spelling if by_id else self._spelling
 
-    def push_prompt(self, text: str, token_ids: Sequence[int], tokens: Sequence[SampledToken]) -> Lists:
+    def follow(self, text: str) -> None:
+        """The choice's text begins with this one, a prompt."""
+        self._offset = len(text)
+
+    def prompt_lists(self, text: str, token_ids: Sequence[int], tokens: Sequence[SampledToken]) -> Lists:
         """The lists of a prompt that stands before the generated text; nothing is known of its first token.
 
         Args:
@@ -98,7 +106,6 @@ class CompletionLogprobs:
             tokens: the same, from the second on.
         """
         assert len(tokens) == len(token_ids) - 1, (len(tokens), len(token_ids))
-        self._offset = len(text)
         return {
             "text_offset": prompt_offsets(self._tokenizer, token_ids, text),
             "token_logprobs": [None, *(finite(token.logprob) for token in tokens)],

@@ -4,20 +4,22 @@ Completions and chat differ only in the shape of their objects (`Shape`). Everyt
 of the objects, usage, the order of a stream's events, errors in the middle of it, and the headers that tell which
 workers served the call. A stream's status and headers wait for its first delta, so that a request which cannot be
 started is answered by an error with its own status.
+
+What is large, as log-probabilities of a long prompt are, is made and written in a thread, while other calls go on.
 """
 
-import json
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import GenerationError
 from cluster.openai.disconnect import ClientDisconnected, until_disconnect
+from cluster.openai.encoding import encode, encode_large
 from cluster.openai.error_replies import error_object_of
 from cluster.openai.reply_headers import reply_headers
 from cluster.openai.request_fields import UsageChunks
@@ -29,8 +31,8 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it is for the server's log
 
 Json = dict[str, Any]
 
-# Made once: `json.dumps` with such options makes an encoder for each event.
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+# What is larger (see `Shape.size`) takes some milliseconds, for which other calls' tokens would have to wait.
+_INLINE_SIZE = 2048
 
 
 class Shape(Protocol):
@@ -45,6 +47,10 @@ class Shape(Protocol):
 
     def whole_choice(self, delta: TextDelta) -> Json:
         """A choice that was not streamed; `delta` is all of its deltas in one."""
+        ...
+
+    def size(self, delta: TextDelta) -> int:
+        """About how many log-probabilities and token ids a delta will tell, if it is what comes next of its choice."""
         ...
 
 
@@ -92,30 +98,44 @@ class Call:
             deltas = await until_disconnect(request.receive, self._collect())
         except ClientDisconnected:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        body = self._head.json(self._shape.whole_object)
-        body["choices"] = [self._shape.whole_choice(delta) for delta in deltas]
-        body["usage"] = self._usage.json()
-        return JSONResponse(body, headers=self.headers(deltas[0]))
+        if sum(map(self._shape.size, deltas)) <= _INLINE_SIZE:
+            body = encode(self._whole(deltas)).encode()
+        else:
+            body = await asyncio.to_thread(lambda: encode_large(self._whole(deltas)))
+        return Response(body, media_type="application/json", headers=self.headers(deltas[0]))
 
     def stream(self) -> Response:
         """Server-sent events; the response runs the call."""
         return _EventStream(self)
 
-    async def events(self) -> AsyncGenerator[tuple[TextDelta, Json], None]:
-        """Every delta with each of the events that it makes."""
+    async def events(self) -> AsyncGenerator[tuple[TextDelta, bytes], None]:
+        """Every delta with each of the events that it makes, as JSON."""
         async with aclosing(self._text.run(self._planned)) as deltas:
             async for delta in deltas:
                 self._usage.add(delta)
-                for choice in self._shape.chunk_choices(delta):
-                    yield delta, self._chunk([choice])
+                if self._shape.size(delta) <= _INLINE_SIZE:
+                    for choice in self._shape.chunk_choices(delta):
+                        yield delta, encode(self._chunk([choice])).encode()
+                else:
+                    for event in await asyncio.to_thread(self._large_events, delta):
+                        yield delta, event
 
-    def usage_event(self) -> Json | None:
+    def usage_event(self) -> bytes | None:
         """The event after the last choice's end, if it was asked for."""
-        return None if self._usage_chunks is UsageChunks.NONE else self._chunk([])
+        return None if self._usage_chunks is UsageChunks.NONE else encode(self._chunk([])).encode()
 
     def headers(self, delta: TextDelta) -> dict[str, str]:
         """Of the reply; `delta` is of the first choice, or the first of all."""
         return reply_headers(delta, self._usage.cached_tokens)
+
+    def _whole(self, deltas: Sequence[TextDelta]) -> Json:
+        body = self._head.json(self._shape.whole_object)
+        body["choices"] = [self._shape.whole_choice(delta) for delta in deltas]
+        body["usage"] = self._usage.json()
+        return body
+
+    def _large_events(self, delta: TextDelta) -> list[bytes]:
+        return [encode_large(self._chunk([choice])) for choice in self._shape.chunk_choices(delta)]
 
     def _chunk(self, choices: list[Json]) -> Json:
         event = self._head.json(self._shape.chunk_object)
@@ -177,7 +197,7 @@ class _EventStream(Response):
         except Exception as exc:
             if not self._is_started:
                 raise
-            await self._send(send, error_object_of(exc))
+            await self._send(send, encode(error_object_of(exc)).encode())
             await self._end(send)
             if not isinstance(exc, GenerationError):
                 raise  # the server writes the traceback to its log
@@ -191,9 +211,8 @@ class _EventStream(Response):
         self.headers.update(self._call.headers(delta))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
-    async def _send(self, send: Send, event: Json) -> None:
-        body = f"data: {_encode(event)}\n\n".encode()
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send(self, send: Send, event: bytes) -> None:
+        await send({"type": "http.response.body", "body": b"data: " + event + b"\n\n", "more_body": True})
 
     async def _end(self, send: Send) -> None:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})

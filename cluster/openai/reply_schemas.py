@@ -51,7 +51,9 @@ class _Choice(BaseModel):
     stop_reason: str | int | None = Field(description="The stop string or token id that ended it.")
     token_ids: list[int] | None = Field(None, description="With return_token_ids.")
     prompt_token_ids: list[int] | None = Field(None, description="With return_token_ids.")
-    prompt_logprobs: list[dict[str, Any] | None] | None = Field(None, description="With prompt_logprobs.")
+    prompt_logprobs: list[dict[str, Any] | None] | None = Field(
+        None, description="With prompt_logprobs; in the first choice of each prompt."
+    )
 
 
 class CompletionLogprobs(BaseModel):
