@@ -1,8 +1,6 @@
 """Tokenize and Detokenize, as `/tokenize` and `/detokenize` are."""
 
-import asyncio
-
-from cluster.errors import InvalidRequest
+from cluster.detokenize import detokenize
 from cluster.generation.prompt import PromptReader
 from cluster.text_generator import TextGenerator
 from tandem.v1 import generation_pb2
@@ -38,15 +36,5 @@ class TokenService:
             GenerationError: the model has no such token, or no context for so many.
         """
         self._prompts.check_model(request)
-        context, vocab_size = self._text.model.max_model_len, self._text.model.vocab_size
-        if len(request.tokens) > context:
-            raise InvalidRequest(
-                f"tokens has {len(request.tokens)} ids; the model's context holds {context}", param="tokens"
-            )
-        if request.tokens and (largest := max(request.tokens)) >= vocab_size:
-            raise InvalidRequest(
-                f"tokens has the id {largest}; the model's ids are 0 to {vocab_size - 1}", param="tokens"
-            )
-        # In a thread: a full context takes milliseconds, for which other calls' tokens would have to wait.
-        text = await asyncio.to_thread(self._text.tokenizer.decode, list(request.tokens), skip_special_tokens=False)
+        text = await detokenize(self._text, request.tokens)
         return generation_pb2.DetokenizeResponse(text=text)

@@ -124,7 +124,7 @@ def _add_tokens(app: FastAPI, server: ApiServer) -> None:
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=gives(DetokenizeReply))
     async def detokenize_ids(request: Request) -> JSONResponse:
         fields = DetokenizeRequest.parse(await read_object(request, server.max_body_bytes))
-        return JSONResponse(detokenize(server, fields))
+        return JSONResponse(await detokenize(server, fields))
 
 
 def _add_operation(app: FastAPI, server: ApiServer) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, WithJsonSchema
 
+from cluster.detokenize import detokenize as text_of_tokens
 from cluster.errors import InvalidRequest
 from cluster.openai.chat_request import Tools
 from cluster.openai.field_schemas import MESSAGES_SCHEMA
@@ -75,11 +76,8 @@ async def tokenize(server: ApiServer, fields: TokenizeRequest) -> dict[str, Any]
     }
 
 
-def detokenize(server: ApiServer, fields: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(server: ApiServer, fields: DetokenizeRequest) -> dict[str, Any]:
     """The reply of `/detokenize`."""
     if fields.model is not None:
         server.check_model(fields.model)
-    for token_id in fields.tokens:
-        if not 0 <= token_id < server.text.model.vocab_size:
-            raise InvalidRequest(f"tokens has the id {token_id}, which the model does not have", param="tokens")
-    return {"prompt": server.text.tokenizer.decode(fields.tokens, skip_special_tokens=False)}
+    return {"prompt": await text_of_tokens(server.text, fields.tokens)}
