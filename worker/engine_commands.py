@@ -1,9 +1,11 @@
 """What the loop asks of an engine: each a command, posted to its thread, answered (if at all) on the loop.
 
 Commands run in the order they were given, so an engine never hears of a request after its abort. A request that is
-held to a structure waits here for its matchers first; if it is aborted meanwhile, the engine never hears of it.
+held to a structure waits here for its matchers first; if it is aborted meanwhile, the engine never hears of it. It
+counts as one that waits in the engine.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,19 +28,28 @@ class _Preparing:
 
 
 class EngineCommands:
-    """The methods of `Engine` that both roles call, from the loop."""
+    """The methods of `Engine` that both roles call, from the loop.
 
-    def __init__(self, thread: EngineThread, structures: Structures) -> None:
+    Args:
+        max_waiting: requests, those that wait in the engine among them.
+    """
+
+    def __init__(self, thread: EngineThread, structures: Structures, max_waiting: int) -> None:
         self._thread = thread
         self._structures = structures
+        self._max_waiting = max_waiting
         self._preparing: dict[str, _Preparing] = {}
 
     def add_request(
         self, request: Request, refused: Callable[[Code, str], None], forks: Sequence[Request] = ()
     ) -> None:
         """Queues the request, or the prompt of these forks; `refused` is called on the loop, with the reason, if the
-        engine does not take it, or `params.structure` is no good.
+        engine does not take it, or `params.structure` is no good. Not before this has returned.
         """
+        if self._preparing and len(self._preparing) + self._thread.stats.num_waiting >= self._max_waiting:
+            full = str(QueueFull(self._max_waiting))
+            asyncio.get_running_loop().call_soon(refused, Code.RESOURCE_EXHAUSTED, full)
+            return
         structure = request.params.structure
         if structure is None:
             self._add(request, refused, forks)
@@ -50,9 +61,9 @@ class EngineCommands:
                 sampled.hold_to(matcher)
             self._add(request, refused, prepared.forks)
 
-        def unfit(reason: str) -> None:
+        def unfit(code: Code, reason: str) -> None:
             del self._preparing[request.request_id]
-            refused(Code.INVALID_ARGUMENT, reason)
+            refused(code, reason)
 
         preparation = self._structures.prepare(structure, max(len(forks), 1), ready, unfit)
         self._preparing[request.request_id] = _Preparing(request, list(forks), preparation)

@@ -44,6 +44,7 @@ class EngineThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
+        self.stats = engine.stats()  # after the last step; anybody may look
         self._on_step = on_step
         self._on_failure = on_failure
         self._clock = clock
@@ -114,7 +115,8 @@ class EngineThread:
         if phase is _Phase.STEPPING:
             # Also without work: commands may have left events (stored blocks, reserved targets) that a step collects.
             result = self._engine.step(self._clock())
-            self.report(self._on_step, result, self._engine.stats())
+            self.stats = self._engine.stats()
+            self.report(self._on_step, result, self.stats)
         return phase is not _Phase.ENDING
 
     @property

@@ -16,7 +16,7 @@ class CacheLender:
 
     def __init__(self, context: WorkerContext) -> None:
         self._thread = context.thread
-        self._engine = EngineCommands(context.thread, context.structures)
+        self._engine = EngineCommands(context.thread, context.structures, context.built.engine.config.max_waiting)
 
     def start_prefill(self, open: Open, listener: HolderListener) -> None:
         raise HandoffRefused(Code.FAILED_PRECONDITION, "this worker does not prefill for others")

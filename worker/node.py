@@ -8,6 +8,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -113,7 +114,9 @@ class WorkerNode:
         times = HandoffTimes(
             lease_s=config.lease_s, answer_s=min(10.0, config.lease_s), deadline_s=config.handoff_timeout_s
         )
-        structures = Structures(partial(model_compiler, config.model, built.vocab_size))
+        self._structures = structures = Structures(
+            partial(model_compiler, config.model, built.vocab_size), lambda: self._load.changed()
+        )
         context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times, structures, tls)
         self._role = role = self._make_role(context)
         handle = built.memory.handle(self.instance_id, built.layout)
@@ -217,7 +220,7 @@ class WorkerNode:
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(
-            engine=self._stats,
+            engine=replace(self._stats, num_waiting=self._num_waiting),
             num_transferring=self._num_transferring,
             given=self._provider.counters,
             taken=self._role.puller.counters,
@@ -227,11 +230,16 @@ class WorkerNode:
     def _num_transferring(self) -> int:
         return self._provider.num_active + self._role.puller.num_active
 
+    @property
+    def _num_waiting(self) -> int:
+        """For blocks, for their prompt, or for their structure."""
+        return self._stats.num_waiting + self._structures.num_preparing
+
     def _measure(self, drain: Drain) -> pb.Load:
         stats = self._stats
         return pb.Load(
             num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
+            num_waiting=self._num_waiting,
             num_transferring=stats.num_receiving,
             num_free_blocks=stats.num_free_blocks,
             num_cached_blocks=stats.num_cached_blocks,

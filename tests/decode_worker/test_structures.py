@@ -162,3 +162,71 @@ async def test_a_text_that_the_structure_ends_is_not_drawn_out_to_min_tokens(
         assert seen.finish_reason == sampling_pb2.FINISH_REASON_STOP
         assert seen.matched_token_id == seen.token_ids[-1]
         assert sum(token_id in params.stop_token_ids for token_id in seen.token_ids) == 1
+
+
+class NoMemory:
+    """A compiler on a machine that can start no process."""
+
+    def known(self, structure: Structure) -> None:
+        return None
+
+    def compile(self, structure: Structure) -> None:
+        raise OSError("fork: cannot allocate memory")
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+async def test_a_decode_worker_that_cannot_compile_is_lost_to_the_request_not_the_request_at_fault(
+    start: Start, workers: dict[str, WorkerNode], params: SamplingParams
+) -> None:
+    decode = await start(DecodeWorker, "d0")
+    workers["d0"]._structures._compiler = NoMemory()
+    async with GatewayEnd(decode[1]) as gateway:
+        seen = await gateway.submit("r", prompt_of(40), params)
+        await gateway.until(lambda: seen.is_over)
+        assert seen.refused is not None
+        assert seen.refused.code == StatusCode.UNAVAILABLE.value[0]
+        assert "fork" not in seen.refused.message
+        await all_given_back(gateway)
+
+
+async def test_a_prefill_worker_that_cannot_compile_is_replaced(
+    start: Start, workers: dict[str, WorkerNode], compiler: StructureCompiler, params: SamplingParams
+) -> None:
+    poor, rich = await start(PrefillWorker, "p0"), await start(PrefillWorker, "p1")
+    decode = await start(DecodeWorker, "d0")
+    workers["p0"]._structures._compiler = NoMemory()
+    prompt = prompt_of(40)
+    async with GatewayEnd(decode[1]) as gateway:
+        seen = await gateway.submit("r", prompt, params, prefill=poor)
+        await gateway.until(lambda: bool(seen.need_prefill))
+        assert seen.need_prefill[0].failed_worker_id == "p0"
+        await gateway.assign("r", rich)
+        await gateway.until(lambda: seen.is_over)
+        assert seen.token_ids == expected(compiler, prompt, params)
+        await all_given_back(gateway)
+
+
+async def test_requests_that_wait_for_their_structure_count_as_waiting(
+    start: Start, workers: dict[str, WorkerNode], params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = await start(DecodeWorker, "d0", engine=replace(ENGINE, max_waiting=3))
+    async with GatewayEnd(decode[1]) as gateway:
+        with held_compiler(workers["d0"], monkeypatch) as opened:
+            waiting = [await gateway.submit(f"r{i}", prompt_of(9), params) for i in range(3)]
+            await gateway.until(lambda: gateway.load.num_waiting == 3)
+            for name, more in (("held", params), ("free", greedy())):
+                seen = await gateway.submit(name, prompt_of(9), more)
+                await gateway.until(lambda seen=seen: seen.is_over)
+                assert seen.refused is not None
+                assert seen.refused.code == StatusCode.RESOURCE_EXHAUSTED.value[0]
+                assert "3 requests are waiting already" in seen.refused.message
+            await gateway.abort("r0")
+            await gateway.until(lambda: gateway.load.num_waiting == 2)
+            free = await gateway.submit("free again", prompt_of(9), greedy())
+            await gateway.until(lambda: free.is_over)
+            assert free.refused is None
+            opened.set()
+            await gateway.until(lambda: all(seen.is_over for seen in waiting[1:]))
+        await all_given_back(gateway)
