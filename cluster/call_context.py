@@ -10,8 +10,9 @@ TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 AUTHORIZATION = "authorization"
 
-# What may be written into any log or header as it is.
-_SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# What may be written into any log or header as it is: 1 to 128 visible ASCII characters.
+ID_PATTERN = r"[\x21-\x7e]{1,128}"
+_SOUND_ID = re.compile(ID_PATTERN)
 # W3C Trace Context: version, trace id, parent id, flags; later versions may have more.
 _SOUND_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-\S*)?")
 _MAX_TRACESTATE = 512  # characters; the standard's least
@@ -39,10 +40,15 @@ def call_context(pairs: Pairs) -> CallContext:
     request_id, parent, state = given.get(REQUEST_ID, ""), given.get(TRACEPARENT, ""), given.get(TRACESTATE, "")
     is_traced = _SOUND_PARENT.fullmatch(parent) is not None
     return CallContext(
-        request_id=request_id if _SOUND_ID.fullmatch(request_id) else uuid.uuid4().hex,
+        request_id=request_id if is_sound_id(request_id) else uuid.uuid4().hex,
         traceparent=parent if is_traced else None,
         tracestate=state if is_traced and 0 < len(state) <= _MAX_TRACESTATE else None,
     )
+
+
+def is_sound_id(given: str) -> bool:
+    """Whether it may name a request."""
+    return _SOUND_ID.fullmatch(given) is not None
 
 
 def first_values(pairs: Pairs, names: Iterable[str]) -> dict[str, str]:

@@ -4,11 +4,11 @@ JSON schemas, arguments and template variables are JSON in strings, on this wire
 the order of keys nor whole numbers, and models see both.
 """
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from cluster.errors import InvalidRequest
+from engine.strict_json import parse_json
 from tandem.v1 import generation_pb2
 
 
@@ -93,13 +93,9 @@ def json_object(text: str, where: str) -> dict[str, Any]:
         InvalidRequest: it is something else.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = parse_json(text)
     except (ValueError, RecursionError) as exc:
         raise InvalidRequest(f"{where} is not JSON: {exc}", param=where) from exc
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where} must be a JSON object, not {type(value).__name__}", param=where)
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")

@@ -4,17 +4,15 @@ Of several choices, workers and stage times are those of the one that ended last
 what the call took. A worker measures them to the end it sees: there are none of a choice that a stop string ended.
 """
 
-import re
 import uuid
 from collections.abc import Container
 from dataclasses import fields
 
-from cluster.call_context import REQUEST_ID, CallContext
+from cluster.call_context import REQUEST_ID, CallContext, is_sound_id
 from cluster.errors import GenerationError, InvalidRequest, QueueFull
 from cluster.generator import StageTimes
 from cluster.text_generator import TextDelta
 
-_SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # A status message travels as a header, of which clients take some 8 KiB in all; a character of it can take 12 bytes.
 _MAX_MESSAGE_CHARACTERS = 400
 
@@ -35,7 +33,7 @@ def request_id_of(wanted: str, call: CallContext, *, in_flight: Container[str]) 
     """
     if not wanted:
         return call.request_id if call.request_id not in in_flight else uuid.uuid4().hex
-    if _SOUND_ID.fullmatch(wanted) is None:
+    if not is_sound_id(wanted):
         raise InvalidRequest("request_id must be 1 to 128 visible ASCII characters", param="request_id")
     if wanted in in_flight:
         raise InvalidRequest(f"a request with the id {wanted!r} is in flight", param="request_id")

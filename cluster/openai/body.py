@@ -1,13 +1,13 @@
 """A request's body: bounded, UTF-8, one JSON object."""
 
 import json
-import math
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import Request
 
 from cluster.errors import InvalidRequest
 from cluster.openai.error_replies import RequestTooLarge
+from engine.strict_json import parse_json
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -31,7 +31,7 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
 def parse_object(body: bytes) -> dict[str, Any]:
     """See `read_object`."""
     try:
-        content = json.loads(body.decode("utf-8"), parse_constant=_no_number, parse_float=_finite)
+        content = parse_json(body.decode("utf-8"))
         if b"\\u" in body:
             # An escape can write half a surrogate pair, which no encoding of Unicode can express.
             json.dumps(content, ensure_ascii=False).encode("utf-8")
@@ -50,17 +50,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _too_large(max_bytes: int) -> RequestTooLarge:
     return RequestTooLarge(f"the body has more than {max_bytes} bytes", code="request_too_large")
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is out of range")
-    return value
 
 
 def _kind(content: object) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from cluster.call_context import ID_PATTERN
 from cluster.errors import InvalidRequest
 from cluster.openai.field_schemas import RESPONSE_FORMAT_SCHEMA
 from cluster.openai.structure_fields import STRUCTURE_FIELDS, requested_structure
@@ -132,7 +133,7 @@ class RequestFields(BaseModel):
     return_token_ids: Flag | None = None
     return_tokens_as_token_ids: Flag | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    request_id: Annotated[Text, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None  # shown as the reply's id
+    request_id: Annotated[Text, Field(pattern=f"^{ID_PATTERN}$")] | None = None  # shown as the reply's id
 
     # What the text is held to: see `structure_fields`.
     response_format: ResponseFormat = None
@@ -191,11 +192,6 @@ class RequestFields(BaseModel):
         Raises:
             InvalidRequest: a combination that means nothing.
         """
-        if structure is not None and self.ignore_eos:
-            raise InvalidRequest(
-                "ignore_eos is not allowed for a text that is held to a structure: where that is complete, it ends",
-                param="ignore_eos",
-            )
         return TextOptions(
             n=self.num_choices,
             max_tokens=max_tokens,

@@ -15,6 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 
+from engine.strict_json import parse_json
 from engine.structure.spec import Structure, StructureKind
 
 # Behind the rest, where it has the last word and moves no line that an error names.
@@ -75,7 +76,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 def _schema(text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text, parse_constant=_not_json)
+        schema = parse_json(text)
     except RecursionError as exc:
         raise ValueError("json_schema is nested too deeply") from exc
     except ValueError as exc:
@@ -83,10 +84,6 @@ def _schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError(f"json_schema must be a JSON object, not {json.dumps(schema)[:40]}")
     return schema
-
-
-def _not_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _choice(choices: list[str], name: str) -> str:
