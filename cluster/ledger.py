@@ -99,11 +99,6 @@ class Ledger:
         return account.load if account else None
 
     @property
-    def num_assigned(self) -> int:
-        """Sequences in flight from this gateway."""
-        return sum(assignment.num_choices for assignment in self._assignments.values())
-
-    @property
     def accounts(self) -> Mapping[str, Account]:
         """By instance id."""
         return self._accounts

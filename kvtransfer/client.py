@@ -40,10 +40,6 @@ class GrpcTransport:
         self._channels: set[_PeerChannel] = set()  # all that are open
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def num_channels(self) -> int:
-        return len(self._channels)
-
     def connect(self, address: str, timeout_s: float, listener: Listener) -> "GrpcStream":
         peer = self._current.get(address)
         if peer is None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 
+from assigned import num_assigned
 from cluster.generator import SequenceChunk, SequenceRequest
 from cluster.membership import Membership
 from cluster.request_run import RunLimits
@@ -82,7 +83,7 @@ async def fake_cluster(
         yield cluster
         cluster.membership.ledger.check_integrity()
         cluster.membership.directory.check_integrity()
-        assert cluster.membership.ledger.num_assigned == cluster.generator.stats.num_active
+        assert num_assigned(cluster.membership.ledger) == cluster.generator.stats.num_active
     finally:
         await cluster.membership.close()
         await asyncio.gather(*(worker.kill() for worker in cluster.workers.values()))

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
+from assigned import num_assigned
 from cluster.generator import SequenceRequest
 from cluster.membership import Membership
 from cluster.routed_generator import RoutedGenerator
@@ -86,7 +87,7 @@ async def real_cluster(names: str, router: RouterConfig = DEFAULT) -> AsyncItera
             await cluster.start(name)
         yield cluster
         cluster.membership.ledger.check_integrity()
-        assert cluster.membership.ledger.num_assigned == 0
+        assert num_assigned(cluster.membership.ledger) == 0
 
 
 def prompt_of(length: int, seed: int = 1) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from assigned import num_assigned
 from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -104,7 +105,7 @@ async def test_all_choices_are_one_submit_whose_prompt_counts_once(num_choices: 
         accounts = {account.info.worker_id: account for account in ledger.accounts.values()}
         assert (accounts["p0"].num_requests, accounts["p0"].num_tokens) == (1, 10)
         assert (accounts["d0"].num_requests, accounts["d0"].num_tokens) == (num_choices, 0)
-        assert ledger.num_assigned == c.generator.stats.num_active == num_choices
+        assert num_assigned(ledger) == c.generator.stats.num_active == num_choices
         ledger.check_integrity()
         at_d0[0].send_first_tokens()
         await readings.have(1)
@@ -336,7 +337,7 @@ async def test_a_worker_that_has_no_room_for_a_prompt_has_none_for_any_of_its_ch
             at.send_all()
         assert await readings.tokens() == expected(sequences)
         assert [len(worker.submits) for worker in c.workers.values()] == [1, 1]  # together again: computed once
-        assert c.membership.ledger.num_assigned == 0
+        assert num_assigned(c.membership.ledger) == 0
 
 
 async def test_before_anything_has_come_the_choices_that_are_left_move_together() -> None:
@@ -359,7 +360,7 @@ async def test_before_anything_has_come_the_choices_that_are_left_move_together(
         assert [ended[i] for i in (0, 2, 3)] == [expected(sequences)[i] for i in (0, 2, 3)]
         assert all(len(worker.submits) == 1 for worker in c.workers.values())
         c.membership.ledger.check_integrity()
-        assert c.membership.ledger.num_assigned == 0
+        assert num_assigned(c.membership.ledger) == 0
 
 
 async def test_one_that_leaves_before_it_hears_of_the_move_is_aborted_where_it_was_taken_along() -> None:
@@ -381,7 +382,7 @@ async def test_one_that_leaves_before_it_hears_of_the_move_is_aborted_where_it_w
         assert texts == expected(sequences)[1:]
         assert not any(at.aborted.is_set() for at in second[1:])
         c.membership.ledger.check_integrity()
-        assert c.membership.ledger.num_assigned == 0
+        assert num_assigned(c.membership.ledger) == 0
 
 
 async def test_those_that_go_by_themselves_stay_so() -> None:
@@ -442,13 +443,13 @@ async def test_a_choice_that_is_closed_is_aborted_alone(num_tokens: int) -> None
         await readings.have(num_tokens)
         await readings.leave(1)
         await at_d0[1].aborted.wait()
-        assert c.membership.ledger.num_assigned == c.generator.stats.num_active == 2
+        assert num_assigned(c.membership.ledger) == c.generator.stats.num_active == 2
         for at in (at_d0[0], at_d0[2]):
             assert not at.aborted.is_set()
             at.send_all()
         assert await readings.tasks[0] == expected(sequences)[0]
         assert await readings.tasks[2] == expected(sequences)[2]
-        assert c.membership.ledger.num_assigned == c.generator.stats.num_active == 0
+        assert num_assigned(c.membership.ledger) == c.generator.stats.num_active == 0
 
 
 async def test_a_choice_that_is_closed_before_any_was_read_is_never_submitted() -> None:
@@ -471,7 +472,7 @@ async def test_a_choice_that_is_closed_before_it_was_read_is_aborted_once_anothe
         await streams[1].aclose()
         await streams[1].aclose()
         await at_d0[1].aborted.wait()
-        assert c.membership.ledger.num_assigned == c.generator.stats.num_active == 1
+        assert num_assigned(c.membership.ledger) == c.generator.stats.num_active == 1
         at_d0[0].send_tokens()
         assert token_ids([await reading]) == expected(sequences)[0][:1]
         await streams[0].aclose()
@@ -491,7 +492,7 @@ async def test_a_deadline_ends_all_choices_here_and_at_the_worker() -> None:
         for at in at_d0:
             await at.aborted.wait()
         assert c.clock.num_timers == num_timers
-        assert c.membership.ledger.num_assigned == 0
+        assert num_assigned(c.membership.ledger) == 0
 
 
 async def test_a_choice_that_is_not_read_is_aborted_and_the_others_go_on() -> None:

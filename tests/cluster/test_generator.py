@@ -7,6 +7,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
+from assigned import num_assigned
 from cluster.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -445,7 +446,7 @@ async def test_closing_early_aborts_at_the_worker() -> None:
             at_d0.send_tokens()
             await first_chunk
         await at_d0.aborted.wait()
-        assert c.membership.ledger.num_assigned == 0
+        assert num_assigned(c.membership.ledger) == 0
 
 
 async def test_cancelling_while_waiting_aborts_at_the_worker() -> None:

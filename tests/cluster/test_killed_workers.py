@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from assigned import num_assigned
 from cluster.generator import SequenceChunk
 from cluster.membership import Membership
 from cluster.routed_generator import RoutedGenerator
@@ -71,7 +72,7 @@ async def processes(folder: Path, names: str) -> AsyncIterator[Processes]:
             await cluster.start(name)
         yield cluster
         cluster.membership.ledger.check_integrity()
-        assert cluster.membership.ledger.num_assigned == 0
+        assert num_assigned(cluster.membership.ledger) == 0
 
 
 async def test_any_worker_killed_while_requests_run_is_not_noticed_and_serves_again_when_it_is_back(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from assigned import num_assigned
 from cluster.config import ClusterConfig
 from cluster.directory import Directory
 from cluster.errors import NoWorker
@@ -312,7 +313,7 @@ def test_accounts_are_settled_whatever_happens_on_the_way() -> None:
                     alive.add(name)
                     router._ledger.add_worker(worker(name))
         router._ledger.check_integrity()
-        assert router._ledger.num_assigned == len(running)
+        assert num_assigned(router._ledger) == len(running)
     for request_id in running:
         router._ledger.release(request_id)
     router._ledger.check_integrity()

@@ -193,13 +193,13 @@ async def test_a_channel_is_shared_kept_while_used_and_closed_when_it_is_not(ser
     puller = Puller(memory, LAYOUT, FakeConsumerEngine(), transport)
     for i in range(2):
         puller.pull(server.address, an_open(request_id=f"r{i}", handoff_id=f"h{i}"), [TABLE])
-    assert transport.num_channels == 1
+    assert len(transport._channels) == 1
     for i in range(2):
         puller.port = FakeConsumerEngine()
         puller.abort(f"r{i}")
         await over(puller)
     async with asyncio.timeout(10):
-        while transport.num_channels:
+        while transport._channels:
             await asyncio.sleep(0)  # the loop goes round
     await puller.close()
 
