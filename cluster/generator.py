@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cluster.errors import InvalidRequest
 from cluster.worker_info import WorkerStatus
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason, SamplingParams
@@ -30,6 +31,15 @@ class SequenceRequest:
     cache_salt: str = ""  # only requests of the same salt share cached blocks
     priority: int = 0  # smaller is sooner
     timeout_s: float | None = None  # None: the gateway's default
+
+
+def check_priority(priority: int) -> None:
+    """
+    Raises:
+        InvalidRequest: it is no priority of a `SequenceRequest`.
+    """
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority must be a 32-bit integer, not {priority}", param="priority")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,14 @@ from cluster.choice_chunks import ChoiceChunks
 from cluster.clock import Clock
 from cluster.config import DEFAULT_MAX_CONCURRENT
 from cluster.errors import GenerationError, InvalidRequest, QueueFull
-from cluster.generator import GeneratorStats, SequenceChunk, SequenceRequest, ServedModel, check_choices
+from cluster.generator import (
+    GeneratorStats,
+    SequenceChunk,
+    SequenceRequest,
+    ServedModel,
+    check_choices,
+    check_priority,
+)
 from cluster.membership import Membership
 from cluster.prompt_run import PromptRun
 from cluster.request_run import RequestRun, RunLimits
@@ -168,8 +175,7 @@ class RoutedGenerator:
             )
         if request.timeout_s is not None and not request.timeout_s > 0:
             raise InvalidRequest(f"timeout must be above 0 seconds, not {request.timeout_s}", param="timeout")
-        if not -(2**31) <= request.priority < 2**31:
-            raise InvalidRequest(f"priority must be a 32-bit integer, not {request.priority}", param="priority")
+        check_priority(request.priority)
 
 
 def _check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:

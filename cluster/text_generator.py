@@ -15,9 +15,10 @@ from cluster.errors import GenerationError, InvalidRequest
 from cluster.generator import Generator, SequenceChunk, ServedModel, StageTimes
 from cluster.interleave import interleave
 from cluster.metrics import GatewayMetrics
+from cluster.sequence_planner import SequencePlanner
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.stop_strings import StopMatch, StopMatcher
-from cluster.text_request import PlannedText, SequencePlanner, TextOptions, TextRequest
+from cluster.text_request import PlannedText, TextOptions, TextRequest
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason
 from engine.tokenizer.tokenizer import Tokenizer

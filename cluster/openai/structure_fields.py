@@ -31,6 +31,10 @@ def requested_structure(fields: Mapping[str, Any]) -> Structure | None:
     for name, parse in _PARSERS.items():
         value = fields.get(name)
         if value is not None and (structure := parse(value, name)) is not None:
+            try:
+                structure.check_text()
+            except ValueError as exc:
+                raise InvalidRequest(f"{name}: {exc}", param=name) from exc
             found[name] = structure
     if len(found) > 1:
         first, second, *_ = found

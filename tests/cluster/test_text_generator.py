@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from cluster.choice_chunks import ChoiceChunks
 from cluster.errors import WorkerLost
 from cluster.generator import SequenceChunk, SequenceRequest
+from cluster.sequence_planner import SequencePlanner
 from cluster.text_generator import OutputText, TextDelta
-from cluster.text_request import PlannedText, SequencePlanner, TextOptions, TextRequest
+from cluster.text_request import PlannedText, TextOptions, TextRequest
 from engine.executor import SampledToken
 from engine.sampling_params import FinishReason
 from fake_generator import FakeGenerator

@@ -78,6 +78,8 @@ async def test_field_becomes_the_structure_of_the_sequence(
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex"),
+        ({"structured_outputs": {"choice": ["é" * 40_000]}}, "structured_outputs"),
     ],
 )
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completion", "chat"])

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from cluster.errors import InvalidRequest
-from cluster.text_request import SequencePlanner, TextOptions, TextRequest, choice_seed
-from engine.structure.spec import Structure, StructureKind
+from cluster.sequence_planner import SequencePlanner, choice_seed
+from cluster.text_request import MAX_LOGIT_BIAS, TextOptions, TextRequest
+from engine.structure.spec import MAX_TEXT_BYTES, Structure, StructureKind
 from fake_generator import served_model
 from gateway_api import embedded_tokenizer, ticking_clock
 from kvtransfer.sampling_wire import sampling_params_from_wire, sampling_params_to_wire
@@ -73,6 +74,41 @@ async def test_text_held_to_a_structure_cannot_ignore_its_end() -> None:
     assert caught.value.param == "ignore_eos"
     allowed = TextRequest(request_id="r", prompt=[5], options=TextOptions(structure=structure))
     assert (await planner().plan(allowed)).sequences[0].params.structure == structure
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("é" * (MAX_TEXT_BYTES // 2) + "x", "regex has 65537 bytes; at most 65536 are allowed"),
+        ("x" * 7_000_000, "regex has 7000000 characters; at most 65536 bytes are allowed"),
+        ("a\ud800", "regex has a lone surrogate at character 1"),
+    ],
+)
+async def test_structure_that_no_worker_takes_is_sent_to_none(text: str, message: str) -> None:
+    options = TextOptions(structure=Structure(StructureKind.REGEX, text))
+    with pytest.raises(InvalidRequest) as caught:
+        await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert (caught.value.message, caught.value.param) == (message, "structure")
+    options = TextOptions(structure=Structure(StructureKind.REGEX, "x" * MAX_TEXT_BYTES))
+    assert (await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))).sequences
+
+
+async def test_biases_go_with_every_prompt_so_they_are_few() -> None:
+    options = TextOptions(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
+    planned = await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert len(planned.sequences[0].params.logit_bias) == MAX_LOGIT_BIAS
+    options = TextOptions(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
+    with pytest.raises(InvalidRequest, match="logit_bias has 1025 tokens; at most 1024 are allowed") as caught:
+        await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("priority", [2**31, -(2**31) - 1])
+async def test_priority_that_workers_cannot_be_told_is_refused(priority: int) -> None:
+    options = TextOptions(max_tokens=0, priority=priority)
+    with pytest.raises(InvalidRequest, match=f"priority must be a 32-bit integer, not {priority}") as caught:
+        await planner().plan(TextRequest(request_id="r", prompt=[5], options=options))
+    assert caught.value.param == "priority"
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
