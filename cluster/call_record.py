@@ -50,6 +50,7 @@ class CallRecord:
     client_gone: bool = False  # it left before the end
     error: Exception | None = None
     # Of a call that generates:
+    is_conversation: bool = False  # its prompt, where one path takes both; known even if it was refused
     generation_id: str | None = None  # in the ids that its workers know it by
     answer_id: str | None = None  # what the answer's objects are called
     options: "TextOptions | None" = None
@@ -150,6 +151,13 @@ def rename_call(context: CallContext) -> None:
     if record is not None:
         record.context = context
         log.request_id.set(context.request_id)
+
+
+def call_is_conversation() -> None:
+    """The current call's prompt is a conversation."""
+    record = current_call.get()
+    if record is not None:
+        record.is_conversation = True
 
 
 def name_answer(answer_id: str) -> None:

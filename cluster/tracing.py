@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: each call that generates becomes a span, with spans for the stages of its choices.
+"""Traces by OpenTelemetry: each call that generates becomes a span, with spans for the stages of its first choices.
 
     POST /v1/chat/completions ├─────────────────────────────────────────┤   an event at the first token
       queued                     ├───┤
@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING
 
 from cluster.call_record import CallRecord, ChoiceEnd
 from cluster.config import ClusterConfig, ConfigError
+from cluster.sequence_planner import wrapped_seed
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 Attribute = str | int | float | bool | list[str]
 
-# Calls that generate, and what the conventions call it.
+# Calls that generate, and what the conventions call it; of a conversation over gRPC that is chat.
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
     "/tandem.v1.Generation/Generate": "text_completion",
-    "/tandem.v1.Generation/Chat": "chat",
 }
+# Of a call's choices the first ones have spans for their stages. Each costs some hundredths of a millisecond, and
+# 128 choices with four would fill a quarter of the queue that the SDK sends from.
+_MAX_STAGED_CHOICES = 4
 # gRPC codes that are the server's fault.
 _SERVER_FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 _SECOND = 10**9  # in nanoseconds
@@ -123,6 +126,8 @@ class CallTracer:
                     span.set_status(Status(StatusCode.ERROR, error))
             within = set_span_in_context(span)
             for end in call.ends:
+                if end.index >= _MAX_STAGED_CHOICES:
+                    continue
                 for name, start, stop in _stages(call, end):
                     stage = self._tracer.start_span(
                         name,
@@ -135,7 +140,7 @@ class CallTracer:
 
     def _attributes(self, call: CallRecord, operation: str) -> dict[str, Attribute]:
         attributes: dict[str, Attribute | None] = {
-            "gen_ai.operation.name": operation,
+            "gen_ai.operation.name": "chat" if call.is_conversation else operation,
             "gen_ai.provider.name": "tandem",
             "gen_ai.request.model": self._model_name,
             "tandem.request_id": call.context.request_id,
@@ -166,7 +171,8 @@ class CallTracer:
                 "gen_ai.request.top_k": options.top_k or None,
                 "gen_ai.request.presence_penalty": options.presence_penalty,
                 "gen_ai.request.frequency_penalty": options.frequency_penalty,
-                "gen_ai.request.seed": options.seed,
+                # As it was used: a client may give one of any length, but an attribute has 64 bits.
+                "gen_ai.request.seed": None if options.seed is None else wrapped_seed(options.seed),
                 "gen_ai.request.choice.count": options.n if options.n > 1 else None,
                 "gen_ai.response.id": call.answer_id,
                 "tandem.generation_id": call.generation_id,

@@ -1,6 +1,6 @@
 """`tandem.v1.Generation` over a fake generator and a real socket, and what tests ask of it."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +39,13 @@ async def serving(
     *,
     template: ChatTemplate | None = None,
     max_message_bytes: int = 64 * 2**20,
+    interceptors: Sequence[Any] = (),
 ) -> AsyncIterator[Served]:
-    """A server as the gateway opens it, but for its interceptors."""
+    """A server as the gateway opens it, but for its interceptors: those are given."""
     api = Api(generator)
-    server = grpc.aio.server(options=(("grpc.max_receive_message_length", max_message_bytes),))
+    server = grpc.aio.server(
+        interceptors=interceptors, options=(("grpc.max_receive_message_length", max_message_bytes),)
+    )
     service = GenerationService(api.text, version="1.2.3", clock=ticking_clock(), chat_template=template)
     generation_pb2_grpc.add_GenerationServicer_to_server(service, server)
     reflection.enable_server_reflection(("tandem.v1.Generation", reflection.SERVICE_NAME), server)

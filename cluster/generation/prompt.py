@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.call_record import call_is_conversation
 from cluster.errors import InvalidRequest, ModelNotFound
 from cluster.generation.chat import json_object, openai_messages, openai_tool_choice, openai_tools
 from cluster.text.chat_template import ChatTemplate
@@ -60,6 +61,8 @@ class PromptReader:
             ModelNotFound: another model is asked for.
             InvalidRequest: there is no input, or none that the model could take.
         """
+        if request.WhichOneof("input") == "chat":
+            call_is_conversation()
         self.check_model(request)
         match request.WhichOneof("input"):
             case "tokenized":

@@ -1,15 +1,12 @@
 """Spans of calls, as OpenTelemetry's own exporter in memory gets them."""
 
-import asyncio
-import builtins
-import sys
-import threading
 from collections.abc import Iterator
-from types import ModuleType
+from contextlib import nullcontext
 from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,15 +14,15 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from cluster.call_context import CallContext
 from cluster.call_record import CallRecord, CallRecorder, ChoiceEnd
-from cluster.config import ConfigError, load_config
 from cluster.errors import InvalidRequest, WorkerLost
 from cluster.generator import StageTimes
 from cluster.grpc_calls import GrpcCalls
 from cluster.service import GenerationService
 from cluster.text_request import TextOptions
-from cluster.tracing import CallTracer, open_tracer
+from cluster.tracing import CallTracer
 from fake_generator import FakeGenerator
 from gateway_api import Api, events
+from generation_api import chatting, embedded_template, serving
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -184,6 +181,19 @@ async def test_grpc_call_is_a_span_with_its_code(spans: Spans) -> None:
     assert not_found.status.status_code is StatusCode.UNSET
 
 
+@pytest.mark.parametrize("model", ["fake", "another"], ids=["served", "refused"])
+async def test_conversation_over_grpc_is_a_chat(spans: Spans, model: str) -> None:
+    asked = chatting(stream=False, max_tokens=1)
+    asked.model = model
+    async with serving(template=embedded_template(), interceptors=[GrpcCalls(spans.calls)]) as served:
+        with nullcontext() if model == "fake" else pytest.raises(grpc.aio.AioRpcError):
+            assert [response async for response in served.stub.Generate(asked)]
+        assert (await served.stub.Tokenize(generation_pb2.TokenizeRequest(chat=asked.chat))).count
+    assert spans.server.name == "tandem.v1.Generation/Generate"
+    assert spans.server.attributes is not None
+    assert spans.server.attributes["gen_ai.operation.name"] == "chat"
+
+
 # --- spans out of records
 
 
@@ -212,6 +222,32 @@ def test_stages_of_each_choice_are_told_apart_and_never_begin_before_the_call(sp
     }  # fmt: skip
     assert spans.server.attributes is not None
     assert spans.server.attributes["gen_ai.response.finish_reasons"] == ("length", "stop")
+
+
+def test_of_many_choices_the_first_ones_have_stages(spans: Spans) -> None:
+    stages = StageTimes(queued=1.0, prefill=1.0, transfer=1.0, decode=1.0)
+    ends = [ChoiceEnd(index, 109.0, "stop", stages) for index in reversed(range(128))]
+    spans.tracer.record(call(options=TextOptions(n=128), ends=ends))
+    assert sorted(s.attributes["tandem.choice"] for s in spans.stages if s.attributes) == [  # type: ignore[type-var]
+        index for index in range(4) for _ in range(4)
+    ]
+    assert spans.server.attributes is not None
+    assert len(spans.server.attributes["gen_ai.response.finish_reasons"]) == 128  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, -(2**63), 2**63, -(2**63) - 1, 10**40])
+async def test_seed_is_told_as_it_was_used_and_can_be_sent(spans: Spans, seed: int) -> None:
+    api = Api(calls=spans.calls)
+    assert (await api.complete(max_tokens=1, seed=seed)).status_code == 200
+    assert spans.server.attributes is not None
+    assert spans.server.attributes["gen_ai.request.seed"] == api.generator.requests[0].params.seed
+    (of_resource,) = encode_spans([spans.server]).resource_spans
+    (sent,) = [
+        attribute.value.int_value
+        for attribute in of_resource.scope_spans[0].spans[0].attributes
+        if attribute.key == "gen_ai.request.seed"
+    ]
+    assert sent == api.generator.requests[0].params.seed
 
 
 @pytest.mark.parametrize(
@@ -243,74 +279,3 @@ def test_trace_that_its_client_does_not_sample_is_not_sent(spans: Spans) -> None
     end = ChoiceEnd(0, 109.0, "stop", StageTimes(1.0, 1.0, 1.0, 1.0))
     spans.tracer.record(call(context=CallContext("r-1", TRACEPARENT[:-1] + "0"), ends=[end], options=TextOptions()))
     assert spans.servers == spans.stages == []
-
-
-# --- being turned on
-
-
-def test_without_an_endpoint_opentelemetry_is_not_even_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    forbid_opentelemetry(monkeypatch)
-    assert open_tracer(load_config()) is None
-
-
-def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    forbid_opentelemetry(monkeypatch)
-    with pytest.raises(ConfigError, match=r"otlp_endpoint: traces need the extra otel: pip install .*\[otel\]"):
-        open_tracer(load_config(None, {"otlp_endpoint": "http://127.0.0.1:4317"}))
-
-
-def forbid_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(name: str, *args: Any, **kwargs: Any) -> ModuleType:
-        if name.startswith("opentelemetry"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real(name, *args, **kwargs)
-
-    real = builtins.__import__
-    for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without)
-
-
-def test_endpoint_of_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
-    assert load_config().otlp_endpoint == "http://collector:4317"
-    assert load_config(None, {"otlp_endpoint": "http://other:4317"}).otlp_endpoint == "http://other:4317"
-
-
-def test_endpoint_that_does_not_answer_does_not_keep_the_gateway() -> None:
-    given_up = threading.Event()
-
-    class Stuck(TracerProvider):
-        def shutdown(self) -> None:
-            assert given_up.wait(timeout=60.0)
-
-    CallTracer(Stuck(shutdown_on_exit=False), "fake", give_up=given_up.set).close(patience_s=0.0)
-    assert given_up.is_set()
-
-
-async def test_spans_reach_a_collector() -> None:
-    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-
-    received: asyncio.Queue[Any] = asyncio.Queue()
-
-    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-        async def Export(self, request: Any, context: Any) -> Any:
-            received.put_nowait(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    server = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        tracer = open_tracer(load_config(None, {"otlp_endpoint": f"http://127.0.0.1:{port}"}))
-        assert tracer is not None
-        tracer.record(call())
-        await asyncio.to_thread(tracer.close)  # sends what is left
-        (of_resource,) = received.get_nowait().resource_spans
-    finally:
-        await server.stop(None)
-    resource = {attribute.key: attribute.value.string_value for attribute in of_resource.resource.attributes}
-    assert resource["service.name"] == "tandem"
-    assert of_resource.scope_spans[0].spans[0].name == "POST /v1/completions"
