@@ -5,7 +5,7 @@ prefill worker; or for a prefix that a third worker caches, and the engine compu
 lost is replaced by whom the gateway names, a bounded number of times; what is confirmed by then stays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 from uuid import uuid4
 
@@ -51,7 +51,6 @@ class Receiver:
         active: ActiveRequests,
         outbox: Outbox,
         ends: RequestEnds,
-        clock: Callable[[], float],
     ) -> None:
         self._context = context
         self._config = context.config
@@ -59,7 +58,7 @@ class Receiver:
         self._active = active
         self._outbox = outbox
         self._ends = ends
-        self._clock = clock
+        self._clock = context.clock
         transport = GrpcTransport(tls=context.tls)
         self.puller = Puller(context.built.memory, context.layout, self, transport, times=context.times)
 

@@ -6,8 +6,7 @@ its abort. The engine frees a prompt's blocks at its abort; so while a hand-off 
 own end, when no copy is in flight. How KV comes to a request is the `Receiver`'s business.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from decode_worker.active_requests import ActiveRequests
@@ -26,15 +25,15 @@ from worker.session import Session
 class DecodeRole(CacheLender):
     """A decode worker's `Role`: consumer of prefills, holder of what it caches. Its requests' `RequestEnds`."""
 
-    def __init__(self, context: WorkerContext, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._context = context
         self._config = context.config
-        self._clock = clock
+        self._clock = context.clock
         self._outbox = Outbox()
         self._active = ActiveRequests(context.drain, self.out_of_time)
         self._num_submitted = 0
-        self._receiver = Receiver(context, self._engine, self._active, self._outbox, self, clock)
+        self._receiver = Receiver(context, self._engine, self._active, self._outbox, self)
         self.puller = self._receiver.puller
 
     @property
@@ -119,7 +118,7 @@ class DecodeRole(CacheLender):
         now = self._clock()
         for request_id in result.admitted:
             if (active := self._active.get(request_id)) is not None:
-                active.admitted_at = now
+                active.admitted_at = result.started_at
         for target in result.received_targets:
             if (active := self._active.get(target.request_id)) is not None:
                 self._receiver.receive(active, target)

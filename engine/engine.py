@@ -83,6 +83,7 @@ class Engine:
             self.fence = computed.fence
             outputs, filled = self._scheduler.update(schedule.step, computed)
         return StepResult(
+            started_at=now,
             outputs=tuple(outputs),
             filled=tuple(filled),
             fence=self.fence,

@@ -52,6 +52,7 @@ class ReceiveTarget:
 class StepResult:
     """All that one step did."""
 
+    started_at: float  # by the caller's clock: what the step admits has waited until then, not until its end
     outputs: tuple[RequestOutput, ...] = ()
     filled: tuple[FilledBlocks, ...] = ()
     fence: int | None = None  # what reads `filled` waits for, see ModelOutput

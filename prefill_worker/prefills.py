@@ -9,15 +9,13 @@ If the plan names a third worker that caches a longer prefix, that prefix is pul
 computed. A pull that fails costs a recompute of what it did not bring, nothing else.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from uuid import uuid4
 
 from engine.outputs import ReceiveTarget, RequestOutput, StepResult
 from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import FinishReason, SamplingParams
 from kvtransfer.client import GrpcTransport
 from kvtransfer.errors import Code, HandoffRefused
 from kvtransfer.events import Computed, Failed, Filled, HandoffResult, HolderLost, Started
@@ -46,10 +44,10 @@ class _Prefill:
 class PrefillRole(CacheLender):
     """A prefill worker's `Role`: holder of prefills and cached prefixes, consumer of cached prefixes."""
 
-    def __init__(self, context: WorkerContext, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._context = context
-        self._clock = clock
+        self._clock = context.clock
         self._prefills: dict[str, _Prefill] = {}
         self._of_output: dict[str, str] = {}  # engine id of a choice -> hand-off
         transport = GrpcTransport(tls=context.tls)
@@ -109,7 +107,7 @@ class PrefillRole(CacheLender):
             self._pull_prefix(target)
         for request_id in result.admitted:
             if (prefill := self._prefills.get(request_id)) is not None:
-                prefill.started_at = self._clock()
+                prefill.started_at = result.started_at
                 prefill.listener(Started())
         for filled in result.filled:
             if (prefill := self._prefills.get(filled.request_id)) is not None:
@@ -119,6 +117,11 @@ class PrefillRole(CacheLender):
         for output in result.outputs:
             if (handoff_id := self._of_output.get(output.request_id)) is not None:
                 prefill = self._prefills[handoff_id]
+                if output.finish_reason is FinishReason.ABORT:
+                    self._forget(handoff_id)
+                    message = "a text could not be held to its structure any further"
+                    prefill.listener(Failed(Code.INTERNAL, message))
+                    continue
                 prefill.outputs.append(output)
                 if len(prefill.outputs) == prefill.source.num_choices:
                     self._forget(handoff_id)

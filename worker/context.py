@@ -1,5 +1,6 @@
 """What every part of one worker needs to know of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,7 @@ class WorkerContext:
     metrics: WorkerMetrics
     times: HandoffTimes
     structures: Structures
+    clock: Callable[[], float]  # seconds; the engine's thread has the same
     tls: PeerTls | None = None  # to other workers
 
     @property

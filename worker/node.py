@@ -62,13 +62,21 @@ class WorkerNode:
 
     Args:
         make_role: puts together what a role does otherwise; called on the loop, once the engine is loaded.
+        clock: monotonic seconds, by which requests are timed.
     """
 
-    def __init__(self, config: WorkerConfig, role: pb.Role, make_role: Callable[[WorkerContext], Role]) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        role: pb.Role,
+        make_role: Callable[[WorkerContext], Role],
+        clock: Callable[[], float],
+    ) -> None:
         self.config = config
         self.instance_id = uuid.uuid4().hex
         self._role_kind = role
         self._make_role = make_role
+        self._clock = clock
         self._failure: asyncio.Future[None] | None = None
         self._stack = AsyncExitStack()
 
@@ -109,7 +117,7 @@ class WorkerNode:
 
         labels = (config.model_name, config.worker_id, ROLES[self._role_kind])
         metrics = WorkerMetrics(labels, self._snapshot)
-        thread = EngineThread(built.engine, self._on_step, self._on_failure)
+        thread = EngineThread(built.engine, self._on_step, self._on_failure, self._clock)
         drain = Drain()
         times = HandoffTimes(
             lease_s=config.lease_s, answer_s=min(10.0, config.lease_s), deadline_s=config.handoff_timeout_s
@@ -117,7 +125,9 @@ class WorkerNode:
         self._structures = structures = Structures(
             partial(model_compiler, config.model, built.vocab_size), lambda: self._load.changed()
         )
-        context = WorkerContext(config, self.instance_id, built, thread, drain, metrics, times, structures, tls)
+        context = WorkerContext(
+            config, self.instance_id, built, thread, drain, metrics, times, structures, self._clock, tls
+        )
         self._role = role = self._make_role(context)
         handle = built.memory.handle(self.instance_id, built.layout)
         staged = stage_pool(role, built.memory, built.layout, self.instance_id)

@@ -7,14 +7,16 @@ import pytest
 from grpc import StatusCode
 
 from decode_worker import DecodeWorker
-from decode_workers import VOCAB_SIZE, Start, all_given_back, expected, greedy, prompt_of
+from decode_workers import ENGINE, VOCAB_SIZE, Start, all_given_back, expected, greedy, prompt_of
 from engine.config import EngineConfig
 from engine.hash_executor import HashExecutor
 from engine.sampling_params import SamplingParams
 from gateway_end import PATIENCE_S, GatewayEnd
 from prefill_worker import PrefillWorker
+from step_clock import StepClock
 from tandem.v1 import sampling_pb2
 from tandem.v1 import worker_pb2 as pb
+from worker.config import WorkerConfig
 from worker.node import WorkerNode
 
 
@@ -34,6 +36,22 @@ async def test_tokens_are_the_same_apart_local_and_warm(start: Start, length: in
             assert seen.usage.num_cached_tokens == cached
             assert 0 <= seen.usage.num_local_cached_tokens <= cached
         await all_given_back(gateway)
+
+
+@pytest.mark.parametrize(("length", "num_steps"), [(1, 1), (64, 1), (65, 2), (200, 4)])
+async def test_the_step_that_begins_a_request_is_prefill_and_not_waiting(
+    monkeypatch: pytest.MonkeyPatch, length: int, num_steps: int
+) -> None:
+    clock = StepClock()
+    clock.install(monkeypatch)
+    worker = DecodeWorker(WorkerConfig(engine=ENGINE, worker_id="d0", executor="hash"), clock.time)
+    async with GatewayEnd(await worker.start()) as gateway:
+        seen = await gateway.submit("r", prompt_of(length), greedy(3))
+        await gateway.until(lambda: seen.is_over)
+        assert seen.stages is not None
+        assert seen.stages.queued == 0.0
+        assert seen.stages.prefill >= num_steps
+    await worker.stop()
 
 
 async def test_every_token_of_many_requests_at_once_is_right_with_a_tiny_pool(start: Start) -> None:

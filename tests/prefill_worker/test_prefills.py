@@ -17,6 +17,7 @@ from kvtransfer.messages import CachedSource, Complete, Open, PrefillSource, Rea
 from kvtransfer.sampling_wire import prompt_logprobs_from_wire
 from kvtransfer.wire import request_to_wire, response_from_wire
 from prefill_worker import PrefillWorker
+from step_clock import StepClock
 from tandem.v1 import exchange_pb2_grpc
 from worker.config import WorkerConfig
 from worker.engine_thread import EngineThread
@@ -113,6 +114,18 @@ async def completed(address: str, open: Open) -> Complete:
                     call.cancel()
                     return message
     raise AssertionError("the hand-off ended before it was complete")
+
+
+@pytest.mark.parametrize(("length", "num_steps"), [(1, 1), (64, 1), (65, 2), (200, 4)])
+async def test_the_step_that_begins_a_prefill_is_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, length: int, num_steps: int
+) -> None:
+    clock = StepClock()
+    clock.install(monkeypatch)
+    worker = PrefillWorker(WorkerConfig(engine=ENGINE, worker_id="p0", executor="hash"), clock.time)
+    complete = await completed(await worker.start(), open_of(list(range(length))))
+    assert (complete.queued_s, complete.prefill_s) == (0.0, float(num_steps))
+    await worker.stop()
 
 
 @pytest.mark.parametrize("length", [1, 16, 100, 300])
