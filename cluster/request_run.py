@@ -23,6 +23,7 @@ from cluster.prompt_run import PromptRun, shutting_down
 from cluster.request_stream import RequestStream
 from cluster.session_messages import NeedPrefill, Output
 from engine.executor import SampledToken
+from engine.sampling_params import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class RequestRun:
                 if isinstance(message, NeedPrefill):
                     self._repair(attempt, stream, message)
                     continue
+                if message.finish_reason is FinishReason.ABORT:
+                    raise _given_up(attempt)
                 yield self._chunk(attempt, message)
                 if message.finish_reason is not None:
                     return
@@ -172,6 +175,16 @@ class RequestRun:
         error = Cancelled("its client left")
         self._leave(error)
         self._prompt.end(self._request, self._num_left, error)
+
+
+def _given_up(attempt: Attempt) -> WorkerFailed:
+    """The worker ended it by itself; what had come of the text is told, but nothing may pass for its end."""
+    worker_id = attempt.plan.decode.worker_id
+    return WorkerFailed(
+        f"{Leg.DECODE.value} {worker_id}: the text could not be held to its structure any further, and is incomplete",
+        leg=Leg.DECODE,
+        worker_id=worker_id,
+    )
 
 
 def _told_why(error: WorkerLost | QueueFull, reason: str) -> WorkerLost | QueueFull:

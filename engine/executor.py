@@ -28,6 +28,11 @@ class TokenMatcher(Protocol):
         """
         ...
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the last answer was the end for want of a better one: the text is incomplete, and cannot go on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingInput:

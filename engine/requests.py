@@ -103,6 +103,9 @@ class Requests:
         max_model_len = self._config.max_model_len
         num_output_tokens = len(request.output_token_ids)
         reason = finish_reason_after(request.params, token_id, num_output_tokens, request.num_tokens, max_model_len)
+        matcher = request.sampling_input.matcher
+        if matcher is not None and matcher.has_given_up:
+            reason = FinishReason.ABORT  # the token is the end, but not the structure's: none of it is to be shown
         if reason is None and request.prefill_only:
             reason = FinishReason.LENGTH
         if reason is not None:

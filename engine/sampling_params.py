@@ -11,7 +11,7 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
+    ABORT = "abort"  # by its caller, or its text could not be held to its structure any further
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ Row = npt.NDArray[np.float32]
 class OneMask:
     """A matcher that allows the same tokens always."""
 
+    has_given_up = False
+
     def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
         self._words = np.zeros(-(-vocab_size // 32), np.uint32)
         for token_id in token_ids:

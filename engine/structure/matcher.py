@@ -60,10 +60,11 @@ class SequenceMatcher:
     It may find out in the middle that it cannot go on: that the structure asks for more work than the library will do
     for one token, or that no token of the vocabulary goes on with this text, or that the tokens were not allowed, as of
     a request that another version of the structure began. Then it allows the end and nothing else: whatever followed
-    might break the structure, and the client sees an incomplete text sooner than a long one.
+    might break the structure. Whoever samples that end is told by `has_given_up` that it is none of the structure's.
     """
 
     def __init__(self, compiled: CompiledStructure) -> None:
+        self.has_given_up = False
         self._compiled = compiled
         self._consumed: list[int] = []
         self._mask: Mask | None = None  # after `_consumed`
@@ -84,23 +85,27 @@ class SequenceMatcher:
             self._consumed += new
             self._mask = None
             if self._text is not None:
-                self._text = self._followed(self._text, new)
+                self._follow(self._text, new)
         if self._mask is None:
             self._mask = self._next_mask()
         return self._mask
 
     def _restart(self) -> None:
         self._consumed, self._mask, self._text = [], None, self._compiled.start()
+        self.has_given_up = False
 
-    def _followed(self, text: LLMatcher, new: list[int]) -> LLMatcher | None:
+    def _give_up(self, text: LLMatcher) -> None:
+        self._compiled.complain(shortened(text.get_error()))
+        self._text = None
+        self.has_given_up = True
+
+    def _follow(self, text: LLMatcher, new: list[int]) -> None:
         has_ended = any(token_id in self._compiled.eos_token_ids for token_id in new)
         if has_ended:
             # Generation may go on behind it, while there are fewer tokens than `min_tokens`.
-            return None
-        if text.consume_tokens(new):
-            return text
-        self._compiled.complain(shortened(text.get_error()))
-        return None
+            self._text = None
+        elif not text.consume_tokens(new):
+            self._give_up(text)
 
     def _next_mask(self) -> Mask:
         if self._text is None:
@@ -108,7 +113,6 @@ class SequenceMatcher:
         # The library may put a word behind the last one.
         mask = np.frombuffer(self._text.compute_bitmask(), np.uint32)[: len(self._compiled.only_end)]
         if self._text.is_error() or not mask.any():
-            self._compiled.complain(shortened(self._text.get_error()))
-            self._text = None
+            self._give_up(self._text)
             return self._compiled.only_end
         return mask

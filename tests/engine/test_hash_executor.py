@@ -165,6 +165,8 @@ def test_blocks_are_copied_in_order_before_anything_is_written():
 class OddTokens:
     """Allows odd tokens, and after one of them only what it is told."""
 
+    has_given_up = False
+
     def __init__(self, vocab_size, then):
         self.vocab_size, self.then = vocab_size, then
 

@@ -259,7 +259,11 @@ def test_a_text_that_becomes_too_complex_may_only_end(caplog: pytest.LogCaptureF
                 output.append(ids[0])
             assert ids == [0]
             assert allowed_ids(matcher, [*output, 0]) == [0]
+            assert matcher.has_given_up
             assert allowed_ids(matcher, output) == [0]  # told it again, it comes to the same
+            assert matcher.has_given_up
+            allowed_ids(matcher, [])
+            assert not matcher.has_given_up
     [record] = caplog.records  # once a structure
     assert "was ended early" in record.message
     assert "items" in record.message
@@ -271,9 +275,12 @@ def test_after_tokens_that_were_not_allowed_a_text_may_only_end(
 ) -> None:
     matcher = compiled(StructureKind.REGEX, "b+", all_bytes()).matcher()
     assert allowed_ids(matcher, [99]) == [0, 99]
+    assert not matcher.has_given_up
     assert allowed_ids(matcher, wrong) == [0]
     assert "was ended early" in caplog.text
+    assert matcher.has_given_up
     assert allowed_ids(matcher, [99]) == [0, 99]  # another text is another matter
+    assert not matcher.has_given_up
 
 
 def test_where_no_token_goes_on_a_text_may_only_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -281,3 +288,12 @@ def test_where_no_token_goes_on_a_text_may_only_end(caplog: pytest.LogCaptureFix
     assert allowed_ids(matcher, []) == [1]
     assert allowed_ids(matcher, [1]) == [0, 9]
     assert "was ended early" in caplog.text
+    assert matcher.has_given_up
+
+
+def test_a_text_that_has_ended_is_not_given_up() -> None:
+    matcher = compiled(StructureKind.REGEX, "b", all_bytes()).matcher()
+    assert allowed_ids(matcher, [99]) == [0]
+    assert not matcher.has_given_up
+    assert allowed_ids(matcher, [99, 0]) == [0]
+    assert not matcher.has_given_up
