@@ -187,11 +187,7 @@ class RequestFields(BaseModel):
         structure: Structure | None,
         shown_special_tokens: tuple[int, ...] = (),
     ) -> TextOptions:
-        """How to continue a prompt.
-
-        Raises:
-            InvalidRequest: a combination that means nothing.
-        """
+        """How to continue a prompt."""
         return TextOptions(
             n=self.num_choices,
             max_tokens=max_tokens,
