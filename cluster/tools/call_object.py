@@ -26,6 +26,7 @@ class Outcome(Enum):
     GOING = "going"
     DONE = "done"  # with this character
     BROKEN = "broken"  # by this character, which is no part of it
+    OVER = "over"  # it was whole before this character, which is no part of it
 
 
 class _Expects(Enum):
@@ -62,7 +63,7 @@ class CallObject:
         self._forbidden = forbidden
         self._expects = _Expects.OPENING
         self._value = JsonValue()
-        self._raw = ""  # of the key or value that is being read, if it is kept
+        self._raw: list[str] = []  # of the key or value that is being read, if it is kept
         self._key = ""
         self._is_streamed = False  # the arguments being read are let out as they come
         self._waiting: str | None = None  # arguments that came before the name
@@ -98,7 +99,7 @@ class CallObject:
 
     def _begin(self, expects: _Expects, character: str) -> None:
         self._expects = expects
-        self._raw = ""
+        self._raw = []
         self._value = JsonValue(self._forbidden)
         self._value.push(character)
         self._keep(character)
@@ -107,7 +108,7 @@ class CallObject:
         if self._is_streamed:
             self._pieces.arguments(character)
         else:
-            self._raw += character
+            self._raw.append(character)
 
     def _in_value(self, character: str) -> Outcome:
         place = self._value.push(character)
@@ -121,7 +122,7 @@ class CallObject:
         return self.push(character) if place is Place.AFTER else Outcome.GOING
 
     def _key_ended(self) -> bool:
-        key = _text(self._raw)
+        key = _text("".join(self._raw))
         if key is None or (self._known_keys is not None and not self.is_call and key not in self._known_keys):
             return False
         self._key = key
@@ -135,11 +136,11 @@ class CallObject:
             self._has_arguments = True
         elif self._is_arguments:
             self._has_arguments = True
-            self._waiting = _arguments(self._raw)
+            self._waiting = _arguments("".join(self._raw))
             if self.is_call:
                 self._let_go()
         elif self._key == _NAME and not self.is_call:
-            name = _text(self._raw)
+            name = _text("".join(self._raw))
             if not name or not self._accepts(name):
                 return False
             self.is_call = True
@@ -161,12 +162,15 @@ class CallObject:
 
 
 def _text(raw: str) -> str | None:
-    """A JSON string's text; None, if it is none."""
+    """A JSON string's text; None, if it is none, or holds half a surrogate pair, which is no character."""
+    if not raw.startswith('"'):
+        return None
     try:
-        text = json.loads(raw, strict=False)
+        text = str(json.loads(raw, strict=False))
+        text.encode()
     except ValueError:
         return None
-    return text if isinstance(text, str) else None
+    return text
 
 
 def _arguments(raw: str) -> str:

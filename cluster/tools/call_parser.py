@@ -5,9 +5,9 @@ from typing import Protocol
 from cluster.tools.call_pieces import Piece, PieceWriter
 from cluster.tools.call_style import CallStyle
 from cluster.tools.forced_parser import NamedCallParser, RequiredCallParser
-from cluster.tools.hermes_parser import HermesParser
+from cluster.tools.hermes_parser import hermes_parser
 from cluster.tools.llama_parser import LlamaParser
-from cluster.tools.mistral_parser import MistralParser
+from cluster.tools.mistral_parser import mistral_parser
 from cluster.tools.tool_use import ToolMode, ToolUse
 
 
@@ -16,7 +16,7 @@ class CallParser(Protocol):
 
     A call begins when its name is complete. Text that only looked like a call is content, word for word; of a call that
     has begun nothing is: its arguments are what the model wrote, whole or broken off, and what remains of broken markup
-    goes nowhere. Nothing raises.
+    goes nowhere. Nothing raises. The time is in proportion to the text, whatever that is.
     """
 
     def push(self, text: str) -> list[Piece]:
@@ -41,8 +41,8 @@ def call_parser(use: ToolUse, style: CallStyle) -> CallParser | None:
             return RequiredCallParser(pieces)
     match style:
         case CallStyle.HERMES:
-            return HermesParser(pieces)
+            return hermes_parser(pieces)
         case CallStyle.MISTRAL:
-            return MistralParser(pieces)
+            return mistral_parser(pieces)
         case CallStyle.LLAMA:
             return LlamaParser(pieces, frozenset(tool.name for tool in use.tools))

@@ -1,6 +1,5 @@
 """What a model's text is taken apart into."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -41,7 +40,9 @@ class PieceWriter:
         self._max_calls = max_calls
         self._num_calls = 0
         self._pieces: list[Piece] = []
-        self._space = ""  # the end of the content so far: it leaves when more content follows
+        self._texts: list[str] = []  # of the piece that is being written: it may be made of single characters
+        self._index: int | None = None  # whose arguments that is; None: content
+        self._space: list[str] = []  # the end of the content so far: it leaves when more content follows
         self._follows_call = False
 
     def content(self, text: str) -> None:
@@ -51,39 +52,36 @@ class PieceWriter:
         if not text:
             return
         self._follows_call = False
-        text = self._space + text
         said = text.rstrip()
-        self._space = text[len(said) :]
-        self._say(said)
+        if said:
+            self._write(None, "".join(self._space) + said)
+            self._space = []
+        self._space.append(text[len(said) :])
 
     def start(self, name: str) -> None:
         """Begins a call."""
-        self._space = ""
+        self._space = []
         self._follows_call = True
         self._num_calls += 1
         if self._is_wanted:
+            self._complete()
             self._pieces.append(CallStart(self._num_calls - 1, name))
 
     def arguments(self, text: str) -> None:
         """Adds to the arguments of the last call."""
-        if not text or not self._is_wanted:
-            return
-        index = self._num_calls - 1
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(last, CallArguments) and last.index == index:
-            self._pieces[-1] = CallArguments(index, last.text + text)
-        else:
-            self._pieces.append(CallArguments(index, text))
+        if self._is_wanted:
+            self._write(self._num_calls - 1, text)
 
     def take(self) -> list[Piece]:
-        """The pieces since the last time."""
+        """The pieces since the last time; no two that follow each other could be one."""
+        self._complete()
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> list[Piece]:
         """The last pieces, at the text's end."""
-        space, self._space = self._space, ""
-        self._say(space)
+        self._write(None, "".join(self._space))
+        self._space = []
         return self.take()
 
     @property
@@ -95,25 +93,16 @@ class PieceWriter:
     def _is_wanted(self) -> bool:
         return self._max_calls is None or self._num_calls <= self._max_calls
 
-    def _say(self, text: str) -> None:
+    def _write(self, index: int | None, text: str) -> None:
         if not text:
             return
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(last, Content):
-            self._pieces[-1] = Content(last.text + text)
-        else:
-            self._pieces.append(Content(text))
+        if index != self._index:
+            self._complete()
+            self._index = index
+        self._texts.append(text)
 
-
-def joined_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same pieces, with those that follow each other joined: how they were cut is gone."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        match (joined[-1] if joined else None, piece):
-            case (Content(before), Content(text)):
-                joined[-1] = Content(before + text)
-            case (CallArguments(index, before), CallArguments(other, text)) if index == other:
-                joined[-1] = CallArguments(index, before + text)
-            case _:
-                joined.append(piece)
-    return joined
+    def _complete(self) -> None:
+        text = "".join(self._texts)
+        self._texts = []
+        if text:
+            self._pieces.append(Content(text) if self._index is None else CallArguments(self._index, text))

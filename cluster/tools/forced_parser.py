@@ -6,6 +6,7 @@ A text that was cut off before it became a call is content.
 from cluster.tools.call_list import CallList
 from cluster.tools.call_object import Outcome
 from cluster.tools.call_pieces import Piece, PieceWriter
+from cluster.tools.call_scan import CallScan
 
 
 class NamedCallParser:
@@ -30,20 +31,22 @@ class RequiredCallParser:
 
     def __init__(self, pieces: PieceWriter) -> None:
         self._pieces = pieces
-        self._calls = CallList(pieces)
-        self._raw = ""  # while nothing in it is a call
+        self._scan = CallScan(CallList(pieces))
         self._is_over = False
 
     def push(self, text: str) -> list[Piece]:
-        for character in text:
+        for position, character in enumerate(text):
             if self._is_over:
+                self._say(text[position:])
                 break
-            if not self._calls.has_calls:
-                self._raw += character
-            self._is_over = self._calls.push(character) is not Outcome.GOING
+            self._is_over = self._scan.push(character) is not Outcome.GOING
         return self._pieces.take()
 
     def flush(self) -> list[Piece]:
-        if not self._calls.has_calls:
-            self._pieces.content(self._raw)
+        self._say("")
         return self._pieces.finish()
+
+    def _say(self, text: str) -> None:
+        """It is no call, or what stands behind calls, which goes nowhere."""
+        if not self._scan.has_calls:
+            self._pieces.content(self._scan.give_up() + text)

@@ -11,6 +11,7 @@ from enum import Enum
 from cluster.tools.call_list import CallList
 from cluster.tools.call_object import CallObject, Outcome
 from cluster.tools.call_pieces import Piece, PieceWriter
+from cluster.tools.call_scan import CallScan
 
 TAG = "<|python_tag|>"
 _SEPARATORS = " \t\r\n;"  # between calls
@@ -31,62 +32,59 @@ class LlamaParser:
         self._pieces = pieces
         self._names = names
         self._state = _State.BETWEEN
-        self._raw = ""  # what has been seen since it last was clear what it is
-        self._calls = CallList(pieces)
+        self._kept: list[str] = []  # what stands between calls
+        self._tag = ""  # in it: the tag, as far as it has come
+        self._has_space = False  # behind the tag
+        self._scan = CallScan(CallList(pieces))
 
     def push(self, text: str) -> list[Piece]:
-        while text:
+        for position, character in enumerate(text):
             match self._state:
                 case _State.BETWEEN:
-                    text = self._between(text)
+                    self._between(character)
                 case _State.CALLS:
-                    text = self._in_calls(text)
+                    self._in_calls(character)
                 case _State.CONTENT:
-                    self._pieces.content(text)
-                    text = ""
+                    self._pieces.content(text[position:])
+                    break
                 case _State.BROKEN:
-                    text = ""
+                    break
         return self._pieces.take()
 
     def flush(self) -> list[Piece]:
-        is_call = self._state is _State.CALLS and self._calls.has_calls
-        is_separator = self._pieces.num_calls > 0 and not self._raw.strip(_SEPARATORS)
-        if not is_call and not is_separator:
-            self._pieces.content(self._raw)
+        if self._state is _State.CALLS and not self._scan.has_calls:
+            self._pieces.content(self._scan.give_up())
+        elif self._state is _State.BETWEEN and (self._tag or not self._pieces.num_calls):
+            self._pieces.content("".join(self._kept))
         return self._pieces.finish()
 
-    def _between(self, text: str) -> str:
-        for position, character in enumerate(text):
-            self._raw += character
-            seen = self._raw.strip(_SEPARATORS if self._pieces.num_calls else None)
-            if TAG.startswith(seen):
-                continue
-            if seen.removeprefix(TAG).lstrip() in ("{", "["):
-                self._state = _State.CALLS
-                self._calls = CallList(self._pieces, self._new_object)
-                self._raw = self._raw[:-1]
-                return character + text[position + 1 :]
+    def _between(self, character: str) -> None:
+        if character in "{[" and self._tag in ("", TAG):
+            self._scan = CallScan(CallList(self._pieces, self._new_object), "".join(self._kept))
+            self._state = _State.CALLS
+            self._in_calls(character)
+            return
+        self._kept.append(character)
+        if character in _SEPARATORS if self._pieces.num_calls else character.isspace():
+            self._has_space = bool(self._tag)
+        elif not self._has_space and TAG.startswith(self._tag + character):
+            self._tag += character
+        else:
+            self._pieces.content("".join(self._kept))
             self._state = _State.CONTENT
-            self._pieces.content(self._raw)
-            self._raw = ""
-            return text[position + 1 :]
-        return ""
 
     def _new_object(self, pieces: PieceWriter) -> CallObject:
         return CallObject(pieces, accepts=self._names.__contains__, known_keys=_KEYS)
 
-    def _in_calls(self, text: str) -> str:
-        for position, character in enumerate(text):
-            outcome = self._calls.push(character)
-            if not self._calls.has_calls:
-                self._raw += character
-            if outcome is Outcome.GOING:
-                continue
-            if not self._calls.has_calls:
-                self._state = _State.CONTENT
-                self._pieces.content(self._raw)
-            else:
-                self._state = _State.BETWEEN if outcome is Outcome.DONE else _State.BROKEN
-            self._raw = ""
-            return text[position + 1 :]
-        return ""
+    def _in_calls(self, character: str) -> None:
+        outcome = self._scan.push(character)
+        if outcome is Outcome.GOING:
+            return
+        if not self._scan.has_calls:
+            self._state = _State.CONTENT
+            self._pieces.content(self._scan.give_up())
+        elif outcome is Outcome.DONE:
+            self._state = _State.BETWEEN
+            self._kept, self._tag, self._has_space = [], "", False
+        else:
+            self._state = _State.BROKEN

@@ -10,106 +10,93 @@ import re
 
 from cluster.tools.call_list import CallList
 from cluster.tools.call_object import Outcome
-from cluster.tools.call_pieces import Piece, PieceWriter
+from cluster.tools.call_pieces import PieceWriter
 from cluster.tools.json_value import JsonValue, Place
-from cluster.tools.marker_search import Found, MarkerSearch
+from cluster.tools.marked_parser import MarkedParser
 
 MARKER = "[TOOL_CALLS]"
 _ARGS = "[ARGS]"
-# What may stand between the marker and the arguments; and any beginning of it, short enough to be looked at again with
-# every character.
-_HEAD = re.compile(r"\s{0,8}([a-zA-Z0-9_.-]{1,64})\s{0,8}(?:\[CALL_ID\][a-zA-Z0-9_-]{0,64}\s{0,8})?(?:\[ARGS\]|(?=\{))")
-_HEAD_PARTS = re.compile(
-    r"\s{0,8}([a-zA-Z0-9_.-]{1,64}\s{0,8}(\[[A-Z_]{0,7}\]?([a-zA-Z0-9_-]{0,64}\s{0,8}(\[[A-Z_]{0,4})?)?)?)?"
-)
+_CALL_ID = "[CALL_ID]"
+_WORD_CHARACTER = re.compile("[a-zA-Z0-9_.-]")
+_LONGEST_WORD = 64  # of a name or an id
 
 
-class MistralParser:
+def mistral_parser(pieces: PieceWriter) -> MarkedParser:
     """See the module."""
+    return MarkedParser(pieces, lambda: _Calls(pieces), MARKER)
+
+
+class _Calls:
+    """What follows a marker: an array of calls, or one call whose name stands before its arguments."""
 
     def __init__(self, pieces: PieceWriter) -> None:
         self._pieces = pieces
-        self._search = MarkerSearch(MARKER)
-        self._head: str | None = None  # after a marker: what it is the head of is not known yet
-        self._calls: CallList | None = None  # an array
-        self._raw = ""  # of the array, while nothing in it is a call
-        self._value: JsonValue | None = None  # the arguments of a call whose name stands before them
-        self._is_broken = False  # what follows is the remains of calls
+        self._head = _Head()
+        self._array: CallList | None = None
+        self._value: JsonValue | None = None  # the arguments
+        self._has_begun_value = False
 
-    def push(self, text: str) -> list[Piece]:
-        while text:
-            if self._calls is not None:
-                text = self._in_array(self._calls, text)
-            elif self._value is not None:
-                text = self._in_arguments(self._value, text)
-            elif self._head is not None:
-                text = self._in_head(self._head, text)
-            else:
-                text = self._in_content(text)
-        return self._pieces.take()
+    @property
+    def has_calls(self) -> bool:
+        return self._value is not None if self._array is None else self._array.has_calls
 
-    def flush(self) -> list[Piece]:
-        if self._head is not None:
-            self._pieces.content(MARKER + self._head)
-        elif self._calls is not None and not self._calls.has_calls:
-            self._pieces.content(MARKER + self._raw)
-        self._say(self._search.flush())
-        return self._pieces.finish()
+    def push(self, character: str) -> Outcome:
+        if self._array is not None:
+            return self._array.push(character)
+        if self._value is not None:
+            return self._in_arguments(self._value, character)
+        if character == "[" and not self._head.name:
+            self._array = CallList(self._pieces)
+            return self._array.push(character)
+        outcome = self._head.push(character)
+        if outcome in (Outcome.GOING, Outcome.BROKEN):
+            return outcome
+        self._pieces.start(self._head.name)
+        self._value = JsonValue()
+        return Outcome.GOING if outcome is Outcome.DONE else self._in_arguments(self._value, character)
 
-    def _say(self, text: str) -> None:
-        if not self._is_broken:
-            self._pieces.content(text)
+    def _in_arguments(self, value: JsonValue, character: str) -> Outcome:
+        if not self._has_begun_value and character.isspace():
+            return Outcome.GOING
+        self._has_begun_value = True
+        place = value.push(character)
+        if place is Place.AFTER:
+            return Outcome.OVER
+        self._pieces.arguments(character)
+        return Outcome.DONE if place is Place.LAST else Outcome.GOING
 
-    def _in_content(self, text: str) -> str:
-        found = self._search.push(text)
-        if not isinstance(found, Found):
-            self._say(found)
-            return ""
-        self._say(found.before)
-        self._is_broken = False
-        self._head = ""
-        return found.after
 
-    def _in_head(self, head: str, text: str) -> str:
-        for position, character in enumerate(text):
-            head += character
-            if head.lstrip().startswith("["):
-                self._head, self._calls, self._raw = None, CallList(self._pieces), ""
-                return head + text[position + 1 :]
-            if match := _HEAD.match(head):
-                self._head, self._value = None, JsonValue()
-                self._pieces.start(match[1])
-                return head[match.end() :] + text[position + 1 :]
-            if not _HEAD_PARTS.fullmatch(head):
-                # It was no call: the marker is content, and what follows it is looked at anew.
-                self._head = None
-                self._pieces.content(MARKER)
-                return head + text[position + 1 :]
-        self._head = head
-        return ""
+class _Head:
+    """What stands between the marker and the arguments: DONE with the markup before them, OVER at their brace."""
 
-    def _in_array(self, calls: CallList, text: str) -> str:
-        for position, character in enumerate(text):
-            outcome = calls.push(character)
-            if not calls.has_calls:
-                self._raw += character
-            if outcome is Outcome.GOING:
-                continue
-            self._calls = None
-            if not calls.has_calls:
-                self._pieces.content(MARKER)
-                return self._raw + text[position + 1 :]
-            self._is_broken = outcome is Outcome.BROKEN
-            return text[position + (0 if self._is_broken else 1) :]
-        return ""
+    def __init__(self) -> None:
+        self.name = ""
+        self._word = ""  # the name, then the id
+        self._has_space = False  # behind the word
+        self._markup = ""  # the beginning of one
+        self._markups: tuple[str, ...] = (_ARGS, _CALL_ID)  # that may come
 
-    def _in_arguments(self, value: JsonValue, text: str) -> str:
-        for position, character in enumerate(text):
-            place = value.push(character)
-            if place is not Place.INSIDE:
-                end = position + (1 if place is Place.LAST else 0)
-                self._value = None
-                self._pieces.arguments(text[:end])
-                return text[end:]
-        self._pieces.arguments(text)
-        return ""
+    def push(self, character: str) -> Outcome:
+        if self._markup or (character == "[" and self.name):
+            return self._in_markup(character)
+        if character == "{" and self.name:
+            return Outcome.OVER
+        if character.isspace():
+            self._has_space = bool(self._word)
+            return Outcome.GOING
+        if self._has_space or len(self._word) == _LONGEST_WORD or not _WORD_CHARACTER.match(character):
+            return Outcome.BROKEN
+        self._word += character
+        if _CALL_ID in self._markups:
+            self.name = self._word
+        return Outcome.GOING
+
+    def _in_markup(self, character: str) -> Outcome:
+        self._markup += character
+        if self._markup == _ARGS:
+            return Outcome.DONE
+        if self._markup == _CALL_ID and _CALL_ID in self._markups:
+            self._markups, self._markup = (_ARGS,), ""
+            self._word, self._has_space = "", False
+            return Outcome.GOING
+        return Outcome.GOING if any(it.startswith(self._markup) for it in self._markups) else Outcome.BROKEN

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.tools.call_parser import call_parser
-from cluster.tools.call_pieces import CallArguments, CallStart, Content, Piece, joined_pieces
+from cluster.tools.call_pieces import Content
 from cluster.tools.call_style import CallStyle
-from cluster.tools.tool import Tool
 from cluster.tools.tool_use import ToolMode, ToolUse
+from parsed_calls import TOOLS, calls_of, content_of, parse
 
-TOOLS = (Tool("weather", {"type": "object"}), Tool("time", {"type": "object"}))
 PARIS = '{"city": "Paris"}'
 
 
@@ -72,33 +71,6 @@ WRITERS: list[tuple[str, Writer]] = [
 ]
 every_way = pytest.mark.parametrize(("kind", "write"), WRITERS, ids=[write.__name__ for _, write in WRITERS])
 KINDS = ["hermes", "mistral", "llama", "required", "named"]
-
-
-def parse(kind: str, *texts: str, is_parallel: bool = True) -> list[Piece]:
-    """The pieces of a text that comes in `texts`."""
-    mode = {"required": ToolMode.REQUIRED, "named": ToolMode.NAMED}.get(kind, ToolMode.AUTO)
-    style = CallStyle(kind) if mode is ToolMode.AUTO else CallStyle.HERMES
-    parser = call_parser(ToolUse(mode, TOOLS, TOOLS[0], is_parallel=is_parallel), style)
-    assert parser is not None
-    pieces = [piece for text in texts for piece in parser.push(text)]
-    return joined_pieces(pieces + parser.flush())
-
-
-def calls_of(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """Each call's name and arguments; a call's pieces stand together, after its start."""
-    calls: list[tuple[str, str]] = []
-    for piece in pieces:
-        if isinstance(piece, CallStart):
-            assert piece.index == len(calls)
-            calls.append((piece.name, ""))
-        elif isinstance(piece, CallArguments):
-            assert piece.index == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
-    return calls
-
-
-def content_of(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
 
 
 @every_way
@@ -228,6 +200,24 @@ def test_text_that_only_looks_like_a_call_is_content_word_for_word(kind: str, te
         ("hermes", hermes(("time", "{}")) + "\n\n and so on ", [("time", "{}")], "and so on "),
         ("mistral", '[TOOL_CALLS][{"name": "time", "arguments": {}} no', [("time", "{}")], ""),
         ("mistral", "[TOOL_CALLS]time[ARGS]{} and so on", [("time", "{}")], "and so on"),
+        ("mistral", '[TOOL_CALLS] time [CALL_ID]a-1 [ARGS] {"a": 1}', [("time", '{"a": 1}')], ""),
+        ("mistral", "[TOOL_CALLS]time[ARGS]5 o'clock", [("time", "5")], "o'clock"),
+        # A call that is begun anew before its name is complete, in a string as well.
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": "<tool_call>{"name": "time"}',
+            [("time", "{}")],
+            '<tool_call>{"arguments": {"a": "',
+        ),
+        ("mistral", '[TOOL_CALLS][{"a": [TOOL_CALLS]time{}', [("time", "{}")], '[TOOL_CALLS][{"a":'),
+        ("mistral", "[TOOL_CALLS][[TOOL_CALLS]time{}", [("time", "{}")], "[TOOL_CALLS]["),
+        # Once it is complete, a marker in a string is the string's.
+        (
+            "hermes",
+            '<tool_call>{"name": "time", "arguments": {"a": "<tool_call>"}}',
+            [("time", '{"a": "<tool_call>"}')],
+            "",
+        ),
         ("mistral", "[TOOL_CALLS][TOOL_CALLS]time{}", [("time", "{}")], "[TOOL_CALLS]"),
         ("llama", '{"type": "function", "name": "time", "parameters": {}}', [("time", "{}")], ""),
         ("llama", ' \n{"name": "time", "parameters": {}}\n', [("time", "{}")], ""),
@@ -235,6 +225,8 @@ def test_text_that_only_looks_like_a_call_is_content_word_for_word(kind: str, te
         ("llama", '[{"name": "time", "parameters": {}}, {"name": "weather"}]', [("time", "{}"), ("weather", "{}")], ""),
         ("llama", 'Sure: {"name": "time", "parameters": {}}', [], 'Sure: {"name": "time", "parameters": {}}'),
         ("required", '[{"na', [], '[{"na'),
+        ("required", "Hello, world.", [], "Hello, world."),
+        ("required", '[{"name": "time"}] Done.', [("time", "{}")], ""),
         ("named", '{"city": "Par', [("weather", '{"city": "Par')], ""),
         ("named", PARIS, [("weather", PARIS)], ""),
         ("named", "", [], ""),
@@ -243,6 +235,20 @@ def test_text_that_only_looks_like_a_call_is_content_word_for_word(kind: str, te
 def test_habits_of_models(kind: str, text: str, calls: list[tuple[str, str]], content: str) -> None:
     pieces = parse(kind, text)
     assert (calls_of(pieces), content_of(pieces)) == (calls, content)
+
+
+def test_arguments_before_the_name_may_be_as_deep_as_they_like() -> None:
+    arguments = '{"a":' * 50_000 + "5" + "}" * 50_000
+    assert calls_of(parse("hermes", f'<tool_call>{{"arguments": {arguments}, "name": "time"}}')) == [
+        ("time", arguments)
+    ]
+
+
+def test_half_a_surrogate_pair_is_no_name_and_leaves_arguments_as_written() -> None:
+    text = r'<tool_call>{"name": "\ud800"}</tool_call>'
+    assert parse("hermes", text) == [Content(text)]
+    pieces = parse("hermes", r'<tool_call>{"name": "time", "arguments": "\ud800"}</tool_call>')
+    assert calls_of(pieces) == [("time", r'"\ud800"')]
 
 
 def test_no_parser_is_needed_where_there_are_no_tools() -> None:
@@ -268,7 +274,7 @@ def test_pieces_do_not_depend_on_how_the_text_was_cut(kind: str, parts: list[str
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(kind, *pieces) == whole
     assert parse(kind, *text) == whole
-    if not calls_of(whole) and kind != "required":
+    if not calls_of(whole):
         assert content_of(whole) == text
 
 
