@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
-from cluster.errors import InvalidRequest
+from cluster.errors import Cancelled, InvalidRequest
 from cluster.openai.error_replies import RequestTooLarge
 from engine.strict_json import parse_json
 
@@ -16,22 +17,26 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         RequestTooLarge: the body is longer than `max_bytes`; not more than that is read.
         InvalidRequest: it is no JSON object, or holds numbers or characters that JSON and Unicode do not have.
+        Cancelled: the client left in the middle of it.
     """
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+    except ClientDisconnect as exc:
+        raise Cancelled("the client left while it sent its request") from exc
     return parse_object(bytes(body))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """See `read_object`."""
     try:
-        content = parse_json(body.decode("utf-8"))
+        content = parse_json(body.decode("utf-8-sig"))  # some editors put a byte order mark before it
         if b"\\u" in body:
             # An escape can write half a surrogate pair, which no encoding of Unicode can express.
             json.dumps(content, ensure_ascii=False).encode("utf-8")

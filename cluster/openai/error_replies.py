@@ -54,5 +54,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    # The server writes the traceback to its log.
-    return JSONResponse(error_object_of(error), status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    # The server writes the traceback to its log, and closes the connection: a client shall not use it again.
+    return JSONResponse(
+        error_object_of(error), status_code=HTTPStatus.INTERNAL_SERVER_ERROR, headers={"connection": "close"}
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.call_record import CallRecord, CallRecorder
 from fake_generator import FakeGenerator
 from gateway_api import MODEL, Api
 
@@ -84,6 +85,21 @@ async def test_client_that_leaves_in_the_middle_of_a_stream_closes_its_sequences
     assert generator.finished == []
     assert gauges(api) == (0, 0)
     assert 'tandem_request_success_total{finished_reason="abort"' in api.server_metrics()
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/tokenize", "/detokenize"])
+async def test_client_that_leaves_while_it_sends_its_request_is_no_fault_of_ours(path: str) -> None:
+    records: list[CallRecord] = []
+    api = Api(calls=CallRecorder([records.append]))
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    connection = Connection(path, {})
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    await api.app(connection.scope, receive, connection.send)
+    (record,) = records
+    assert (record.status, record.client_gone, record.error) == (499, True, None)
 
 
 async def test_client_that_does_not_read_stalls_only_itself() -> None:

@@ -1,7 +1,7 @@
 """Whatever goes wrong, the answer is an error object with the right status, and costs nothing."""
 
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -44,11 +44,11 @@ def completion(fields: str) -> bytes:
         b'{"model": "fake", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"model": "fake", "prompt": "\\ud83c"}',
         b'{"model": "fake", "prompt": "hi", "seed": ' + b"9" * 5000 + b"}",
-        b'\xef\xbb\xbf{"model": "fake", "prompt": "hi"}',
+        b'\xef\xbb\xbf\xef\xbb\xbf{"model": "fake", "prompt": "hi"}',
     ],
     ids=[
         "cut off", "empty", "array", "number", "null", "string", "truth", "not UTF-8", "NaN", "Infinity", "-Infinity",
-        "out of range", "deep", "lone surrogate", "endless number", "byte order mark",
+        "out of range", "deep", "lone surrogate", "endless number", "two byte order marks",
     ],
 )  # fmt: skip
 async def test_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
@@ -56,6 +56,23 @@ async def test_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
     error = error_of(await api.post(COMPLETIONS, raw=raw), 400)
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
     assert api.generator.requests == []
+
+
+def test_byte_order_mark_before_the_object_is_passed_over() -> None:
+    assert parse_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+async def test_internal_error_says_that_the_connection_ends() -> None:
+    def fail() -> NoReturn:
+        raise RuntimeError("a secret")
+
+    api = Api()
+    api.generator.workers = fail  # type: ignore[method-assign]
+    reply = await api.http.get("/health")
+    assert error_of(reply, 500) == {
+        "message": "internal error", "type": "server_error", "param": None, "code": "internal_error"
+    }  # fmt: skip
+    assert reply.headers["connection"] == "close"
 
 
 def test_surrogate_pair_in_escapes_is_a_character() -> None:
