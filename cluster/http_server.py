@@ -25,6 +25,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=BoundedHttpProtocol,
+                ws="none",
                 lifespan="off",
                 log_config=None,  # logging belongs to the process
                 access_log=False,  # a line of ours is written for each call
