@@ -24,6 +24,7 @@ from cluster.call_record import CallRecorder
 from cluster.config import ClusterConfig
 from cluster.grpc_authentication import GrpcAuthentication
 from cluster.grpc_calls import GrpcCalls
+from cluster.grpc_messages import GrpcMessages
 from cluster.http_server import HttpServer, in_url, listen
 from cluster.membership import Membership
 from cluster.metrics import GatewayMetrics
@@ -127,7 +128,7 @@ class Gateway:
     async def _open_grpc(self, service: GenerationService) -> None:
         doors = [] if self._api_keys is None else [GrpcAuthentication(self._api_keys)]
         server = grpc.aio.server(
-            interceptors=[GrpcCalls(self._calls), *doors],
+            interceptors=[GrpcCalls(self._calls), *doors, GrpcMessages()],
             options=(
                 ("grpc.max_receive_message_length", self._config.max_body_bytes),
                 ("grpc.max_send_message_length", -1),

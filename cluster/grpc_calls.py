@@ -2,27 +2,17 @@
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import quote
 
 import grpc
 
 from cluster.call_context import call_context
 from cluster.call_record import CallRecord, CallRecorder
+from cluster.grpc_handlers import Behaviour, Context, Continuation, Handler, behaviour_of, with_behaviour
 
-Context = grpc.aio.ServicerContext[Any, Any]
-# An RpcMethodHandler, or None where there is no such method; its stubs know neither that nor its fields' types.
-Handler: TypeAlias = Any
-Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
-
-_MAKERS: dict[tuple[bool, bool], Callable[..., Any]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 _NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -36,9 +26,9 @@ class GrpcCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler  # UNIMPLEMENTED
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        behaviour = behaviour_of(handler)
         path = quote(handler_call_details.method)
-        recorded: Callable[[Any, Context], Any]
+        recorded: Behaviour
         if inspect.isasyncgenfunction(behaviour):
 
             async def recorded(request: Any, context: Context) -> AsyncIterator[Any]:
@@ -54,8 +44,7 @@ class GrpcCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         else:
             return handler  # runs in a thread: none of ours
-        make = _MAKERS[handler.request_streaming, handler.response_streaming]
-        return make(recorded, handler.request_deserializer, handler.response_serializer)
+        return with_behaviour(handler, recorded, handler.request_deserializer)
 
     @contextmanager
     def _call(self, context: Context, path: str) -> Iterator[None]:
