@@ -81,12 +81,21 @@ def _sound_key(key: SecretStr) -> SecretStr:
     return key
 
 
+def _sound_origin(origin: str) -> str:
+    # As a browser sends it: without a path, and in small letters.
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", origin) is None:
+        raise PydanticCustomError("origin", "must be an origin")
+    return origin
+
+
 _Int = Annotated[int, BeforeValidator(_no_truth_value)]
 _Float = Annotated[float, BeforeValidator(_no_truth_value)]
 _Port = Annotated[_Int, Field(ge=0, le=65535)]
 _Seconds = Annotated[_Float, Field(gt=0, allow_inf_nan=False)]
 _File = Annotated[str, Field(min_length=1)]
 _Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_sound_key)], ...], BeforeValidator(_as_list)]
+
+_Origins = Annotated[tuple[Annotated[str, AfterValidator(_sound_origin)], ...], BeforeValidator(_as_list)]
 
 
 class ClusterConfig(BaseModel):
@@ -138,6 +147,11 @@ class ClusterConfig(BaseModel):
         "comma-separated; without any key everybody may come in)",
     )
     api_keys_file: _File | None = Field(None, description="More of them, one a line; # begins a comment.")
+    allowed_origins: _Origins = Field(
+        (),
+        description="A web site, as https://chat.example, whose pages may read answers (CORS); give it several times "
+        'for several, or "*": all. (default: none)',
+    )
     tls_cert_file: _File | None = Field(
         None, description="The gateway's certificate chain, PEM, for HTTP and gRPC. (default: no TLS)"
     )
@@ -317,15 +331,23 @@ def load_config(file: Path | None = None, flags: Mapping[str, object] | None = N
 
 
 def _environment() -> dict[str, object]:
-    """What the environment says; a variable that is set to nothing says nothing."""
+    """What the environment says; a variable that is set to nothing says nothing, but where that would open the doors.
+
+    Raises:
+        ConfigError: keys are set to nothing.
+    """
     values: dict[str, object] = {}
     for variable, name in (("RAY_ADDRESS", "ray_address"), ("OTEL_EXPORTER_OTLP_ENDPOINT", "otlp_endpoint")):
         if value := os.environ.get(variable):
             values[name] = value
-    if given := os.environ.get("TANDEM_API_KEYS"):
+    given = os.environ.get("TANDEM_API_KEYS")
+    if given is not None:
         keys = [key.strip() for key in given.split(",") if key.strip()]
         if not keys:
-            raise ConfigError("TANDEM_API_KEYS holds no key: nobody could come in")
+            raise ConfigError(
+                "TANDEM_API_KEYS is set but holds no key, as when a secret is missing; "
+                "unset it if everybody may come in without one"
+            )
         values["api_key"] = keys
     return values
 

@@ -46,6 +46,10 @@ def _allowed(kind: str, context: dict[str, Any]) -> str:
         return "a whole number"
     if kind == "gpus":
         return "1 (a GPU each) or 0.5 (two workers share one)"
+    if kind == "origin":
+        return 'an origin as browsers send it, such as https://chat.example or http://localhost:3000, or "*" for all'
+    if kind.startswith("tuple"):
+        return "one text or a list of texts"
     if kind.startswith("bool"):
         return "true or false"
     if kind.startswith("float") or kind == "truth_value":

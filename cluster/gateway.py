@@ -118,6 +118,7 @@ class Gateway:
             chat_template=template,
             max_body_bytes=self._config.max_body_bytes,
             api_keys=self._api_keys,
+            allowed_origins=self._config.allowed_origins,
             calls=self._calls,
         )
         self._http = HttpServer(create_app(server), self._tls, math.ceil(self._config.shutdown_timeout_s))

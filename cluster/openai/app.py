@@ -12,6 +12,7 @@ from cluster.openai.chat import ChatShape
 from cluster.openai.chat_request import ChatRequest
 from cluster.openai.completion_request import CompletionRequest
 from cluster.openai.completions import CompletionShape
+from cluster.openai.cross_origin import across_origins
 from cluster.openai.error_replies import install_error_handlers
 from cluster.openai.prompt_logprobs_bound import check_prompt_logprobs
 from cluster.openai.reply import Call
@@ -47,8 +48,10 @@ def create_app(server: ApiServer) -> ASGIApp:
     _add_models(app, server)
     _add_tokens(app, server)
     _add_operation(app, server)
+    # A browser asks without a key whether it may ask with one.
+    guarded = across_origins(Authentication(app, server.api_keys), server.allowed_origins)
     # Around all of it, so that the reply to a crash has its id as well.
-    return RequestId(Authentication(app, server.api_keys), server.calls)
+    return RequestId(guarded, server.calls)
 
 
 def _add_generation(app: FastAPI, server: ApiServer) -> None:

@@ -28,6 +28,7 @@ class ApiServer:
     chat_template: ChatTemplate | None = None
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     api_keys: ApiKeys | None = None  # None: everybody may come in
+    allowed_origins: tuple[str, ...] = ()  # web sites whose pages may read answers; "*": all
     calls: CallRecorder = field(default_factory=CallRecorder)
     wall_clock: Callable[[], float] = time.time
 

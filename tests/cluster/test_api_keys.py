@@ -68,9 +68,16 @@ def test_environments_keys_are_a_default(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TANDEM_API_KEYS", "one, two,")
     assert read_api_keys(load_config()) == ("one", "two")
     assert read_api_keys(load_config(None, {"api_key": "mine"})) == ("mine",)
-    monkeypatch.setenv("TANDEM_API_KEYS", " , ")
-    with pytest.raises(ConfigError, match="TANDEM_API_KEYS holds no key"):
-        load_config()
+
+
+@pytest.mark.parametrize("value", ["", " ", " , "])
+@pytest.mark.parametrize("flags", [{}, {"api_key": "mine"}])
+def test_environments_keys_that_are_none_do_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch, value: str, flags: dict[str, str]
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEYS", value)
+    with pytest.raises(ConfigError, match=r"^TANDEM_API_KEYS is set but holds no key, .*; unset it if everybody may"):
+        load_config(None, flags)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,15 @@ def test_defaults_are_allowed_values() -> None:
 
 
 @pytest.mark.parametrize(
+    "origin", ["", "chat.example", "https://chat.example/", "https://Chat.example", "https://a.b https://c.d", "null"]
+)
+def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+    (problem,) = problems_of(allowed_origins=["https://fine.example", origin])
+    assert problem.startswith("allowed_origins: must be an origin as browsers send it, such as https://chat.example or")
+    assert problem.endswith(f"not {origin!r}")
+
+
+@pytest.mark.parametrize(
     ("values", "problem"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs: must be at least 1, not 0"),
@@ -40,6 +49,8 @@ def test_defaults_are_allowed_values() -> None:
         ({"max_concurrent_requests": "none"}, "max_concurrent_requests: must be a whole number, not 'none'"),
         ({"log_format": "xml"}, "log_format: must be one of text or json, not 'xml'"),
         ({"otlp_endpoint": ""}, "otlp_endpoint: must be text that is not empty, not ''"),
+        ({"allowed_origins": 7}, "allowed_origins: must be one text or a list of texts, not 7"),
+        ({"allowed_origins": [7]}, "allowed_origins: must be text, not 7"),
         ({"tls_cert_file": "a.pem"}, "tls_key_file: needed beside tls_cert_file"),
         ({"port": 65536}, "port: must be at most 65535, not 65536"),
         ({"port": -1}, "port: must be at least 0, not -1"),

@@ -66,6 +66,15 @@ async def test_tokens_over_http_and_grpc_are_the_oracles_and_headers_name_the_wo
             await listing.done_writing()
 
 
+async def test_origins_that_are_allowed_are_the_configurations() -> None:
+    async with running(allowed_origins="https://chat.example") as gateway, http(gateway) as client:
+        allowed = [
+            (await client.get("/health", headers={"origin": origin})).headers.get("access-control-allow-origin")
+            for origin in ("https://chat.example", "https://other.example")
+        ]
+        assert allowed == ["https://chat.example", None]
+
+
 async def test_metrics_of_all_processes_are_in_one_scrape() -> None:
     async with running() as gateway, http(gateway) as client:
         assert (await client.post("/v1/completions", json=body())).status_code == 200
