@@ -58,7 +58,7 @@ def open_tracer(config: ClusterConfig) -> "CallTracer | None":
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as exc:
         raise ConfigError(
-            f"otlp_endpoint: traces need the extra otel: pip install 'tandem-serve[otel]' ({exc.name} is missing)"
+            f"otlp_endpoint: traces need the extra otel: pip install '.[otel]' in a checkout ({exc.name} is missing)"
         ) from exc
     ours = Resource({"service.name": "tandem", "service.version": metadata.version("tandem-serve")})
     # What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say comes after ours, and wins.
