@@ -15,7 +15,7 @@ import grpc
 
 from cluster.call_context import REQUEST_ID, CallContext, call_context
 from cluster.call_record import rename_call
-from cluster.errors import Cancelled, GenerationError
+from cluster.errors import Cancelled, DeadlineExceeded, GenerationError
 from cluster.generation.choice import Choice
 from cluster.generation.metadata import Trailers, request_id_of, status_message
 from cluster.generation.options import text_options
@@ -65,8 +65,12 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with _answering(context, request.request_id) as (call, trailers):
             request_id = request_id_of(request.request_id, call, in_flight=self._active)
             with self._abortable(request_id):
+                timeout_s = context.time_remaining()
+                if timeout_s is not None and timeout_s <= 0:
+                    # Nothing is wrong with the request: it waited for its turn here until its time was up.
+                    raise DeadlineExceeded("the call's deadline passed before it began")
                 prompt = self._prompts.read(request)
-                planned = await self._plan(prompt, request, request_id, context.time_remaining())
+                planned = await self._plan(prompt, request, request_id, timeout_s)
                 choices = self._choices(prompt, request, planned)
                 async with aclosing(self._text.run([planned])) as deltas:
                     async for delta in deltas:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from cluster.errors import DeadlineExceeded, NoWorker, QueueFull, WorkerFailed
+from cluster.grpc_handlers import Continuation, Handler, behaviour_of, with_behaviour
 from fake_generator import FakeGenerator, served_model
 from gateway_api import embedded_tokenizer, says
 from generation_api import asking, check_joined, serving
@@ -210,6 +211,37 @@ async def test_deadline_ends_a_call_and_its_sequences() -> None:
             while len(served.generator.closed) < len(served.generator.requests):
                 await served.generator.ended()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class OutOfTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """The server comes to a call when its deadline has passed, before gRPC has cancelled it."""
+
+    class Context:
+        def __init__(self, context: Any) -> None:
+            self._context = context
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._context, name)
+
+        def time_remaining(self) -> float:
+            return 0.0
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Handler:
+        handler = await continuation(handler_call_details)
+        behaviour = behaviour_of(handler)
+
+        async def late(request: Any, context: Any) -> Any:
+            return await behaviour(request, self.Context(context))  # type: ignore[arg-type]
+
+        return with_behaviour(handler, late, handler.request_deserializer)
+
+
+async def test_call_whose_deadline_passed_before_it_began_is_not_called_invalid() -> None:
+    async with serving(interceptors=[OutOfTime()]) as served:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [r async for r in served.stub.Generate(asking(max_tokens=2))]
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert served.generator.requests == []
 
 
 async def test_model_server_and_loads_are_told() -> None:
