@@ -9,7 +9,8 @@ import hmac
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.config import ClusterConfig, ConfigError, is_sound_key
+from cluster.config import ClusterConfig, ConfigError
+from cluster.config_fields import is_sound_key
 
 _SCHEME = "bearer"
 REFUSAL = "Incorrect API key: this server wants one it knows, as 'Authorization: Bearer <key>'."

@@ -9,24 +9,21 @@ written back.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
     ValidationError,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from cluster.config_fields import FilePath, Float, GpuShare, Int, Keys, Origins, Port, Seconds
 from cluster.config_words import sentence
 from engine.config import Dtype, KVCacheDtype
 from worker.config import DEFAULT_SERVER_NAME
@@ -53,51 +50,6 @@ class ConfigError(ValueError):
         self.problems = problems
 
 
-def _no_truth_value(value: object) -> object:
-    # To pydantic `true` is 1; in a file of ours it is a mistake.
-    if isinstance(value, bool):
-        raise PydanticCustomError("truth_value", "must be a number")
-    return value
-
-
-def _one_or_half(gpus: float) -> float:
-    if gpus not in (1.0, 0.5):
-        raise PydanticCustomError("gpus", "must be 1 or 0.5")
-    return gpus
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def is_sound_key(key: str) -> bool:
-    """Whether a client could send it: visible ASCII, and some."""
-    return re.fullmatch(r"[\x21-\x7e]+", key) is not None
-
-
-def _sound_key(key: SecretStr) -> SecretStr:
-    if not is_sound_key(key.get_secret_value()):
-        raise PydanticCustomError("api_key", "must be visible ASCII without spaces")
-    return key
-
-
-def _sound_origin(origin: str) -> str:
-    # As a browser sends it: without a path, and in small letters.
-    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+", origin) is None:
-        raise PydanticCustomError("origin", "must be an origin")
-    return origin
-
-
-_Int = Annotated[int, BeforeValidator(_no_truth_value)]
-_Float = Annotated[float, BeforeValidator(_no_truth_value)]
-_Port = Annotated[_Int, Field(ge=0, le=65535)]
-_Seconds = Annotated[_Float, Field(gt=0, allow_inf_nan=False)]
-_File = Annotated[str, Field(min_length=1)]
-_Keys = Annotated[tuple[Annotated[SecretStr, AfterValidator(_sound_key)], ...], BeforeValidator(_as_list)]
-
-_Origins = Annotated[tuple[Annotated[str, AfterValidator(_sound_origin)], ...], BeforeValidator(_as_list)]
-
-
 class ClusterConfig(BaseModel):
     """One cluster: its model, its workers, its gateway. Complete at birth, but for what depends on the model.
 
@@ -122,10 +74,8 @@ class ClusterConfig(BaseModel):
     )
 
     device: Literal["cpu", "cuda"] = Field("cpu", description="What workers compute on.")
-    gpus_per_worker: Annotated[_Float, AfterValidator(_one_or_half)] = Field(
-        1.0, description="1, or 0.5: two workers share a GPU."
-    )
-    gpu_memory_utilization: Annotated[_Float, Field(gt=0, le=1)] = Field(
+    gpus_per_worker: GpuShare = Field(1.0, description="1, or 0.5: two workers share a GPU.")
+    gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] = Field(
         0.9, description="Of a GPU's memory, what its workers may take."
     )
     kv_cache_dtype: KVCacheDtype = Field(
@@ -137,89 +87,89 @@ class ClusterConfig(BaseModel):
     enforce_eager: Annotated[bool, Field(strict=True)] = Field(False, description="No CUDA graphs.")
 
     host: str = Field("127.0.0.1", min_length=1, description="Where the gateway listens.")
-    port: _Port = Field(8000, description="HTTP; 0: one that is free.")
-    grpc_port: _Port | None = Field(None, description="gRPC. (default: port + 1, or one that is free if port is 0)")
+    port: Port = Field(8000, description="HTTP; 0: one that is free.")
+    grpc_port: Port | None = Field(None, description="gRPC. (default: port + 1, or one that is free if port is 0)")
 
-    api_key: _Keys = Field(
+    api_key: Keys = Field(
         (),
         description="A key that clients must present; give it several times for several. Whoever can list this "
         "machine's processes sees a flag's: prefer a file, or TANDEM_API_KEYS. (default: $TANDEM_API_KEYS, "
         "comma-separated; without any key everybody may come in)",
     )
-    api_keys_file: _File | None = Field(None, description="More of them, one a line; # begins a comment.")
-    allowed_origins: _Origins = Field(
+    api_keys_file: FilePath | None = Field(None, description="More of them, one a line; # begins a comment.")
+    allowed_origins: Origins = Field(
         (),
         description="A web site, as https://chat.example, whose pages may read answers (CORS); give it several times "
         'for several, or "*": all. (default: none)',
     )
-    tls_cert_file: _File | None = Field(
+    tls_cert_file: FilePath | None = Field(
         None, description="The gateway's certificate chain, PEM, for HTTP and gRPC. (default: no TLS)"
     )
-    tls_key_file: _File | None = Field(None, description="Its private key, PEM.")
-    internal_ca_file: _File | None = Field(
+    tls_key_file: FilePath | None = Field(None, description="Its private key, PEM.")
+    internal_ca_file: FilePath | None = Field(
         None,
         description="PEM; gateway and workers show each other certificates of this authority. (default: no TLS inside)",
     )
-    internal_cert_file: _File | None = Field(
+    internal_cert_file: FilePath | None = Field(
         None, description="The certificate that each of them shows, PEM; at this path on every machine."
     )
-    internal_key_file: _File | None = Field(None, description="Its private key, PEM.")
+    internal_key_file: FilePath | None = Field(None, description="Its private key, PEM.")
     internal_server_name: str = Field(
         DEFAULT_SERVER_NAME,
         min_length=1,
         description="The name that internal certificates must be for (subjectAltName), whatever a worker's address.",
     )
 
-    prefill_workers: _Int = Field(1, ge=0, description="0: decode workers prefill for themselves.")
-    decode_workers: _Int = Field(1, ge=1, description="At least one.")
-    threads: _Int | None = Field(
+    prefill_workers: Int = Field(1, ge=0, description="0: decode workers prefill for themselves.")
+    decode_workers: Int = Field(1, ge=1, description="At least one.")
+    threads: Int | None = Field(
         None, ge=1, description="For computing, a worker. (default: this machine's cores, shared by the workers)"
     )
-    block_size: _Int = Field(16, ge=1, le=1024, description="Tokens a KV block.")
-    num_blocks: _Int | None = Field(
+    block_size: Int = Field(16, ge=1, le=1024, description="Tokens a KV block.")
+    num_blocks: Int | None = Field(
         None,
         ge=2,
         description="KV blocks a worker, with the null block. "
         "(default: about 1 GiB, or two contexts; on a GPU all that gpu_memory_utilization leaves)",
     )
-    max_model_len: _Int | None = Field(
+    max_model_len: Int | None = Field(
         None, ge=2, description="Longest context, prompt and output. (default: the model's own)"
     )
-    max_num_seqs: _Int | None = Field(
+    max_num_seqs: Int | None = Field(
         None, ge=1, description="Requests in a worker's running batch. (default: 64; on a GPU 256)"
     )
-    max_num_batched_tokens: _Int | None = Field(
+    max_num_batched_tokens: Int | None = Field(
         None,
         ge=1,
         description="Tokens a step of a worker. A step lasts as long as these take, and running requests wait for it. "
         "(default: 512, on a GPU 4096; never below max_num_seqs)",
     )
-    max_local_prefill_tokens: _Int = Field(
+    max_local_prefill_tokens: Int = Field(
         DEFAULT_MAX_LOCAL_PREFILL_TOKENS,
         ge=0,
         description="Uncached prompts up to this length are prefilled on the decode worker; 0: always apart.",
     )
 
-    max_waiting: _Int = Field(1024, ge=1, description="Requests waiting at a worker, before more are refused (429).")
-    max_concurrent_requests: _Int = Field(
+    max_waiting: Int = Field(1024, ge=1, description="Requests waiting at a worker, before more are refused (429).")
+    max_concurrent_requests: Int = Field(
         DEFAULT_MAX_CONCURRENT, ge=1, description="Sequences in flight at the gateway, before more are refused (429)."
     )
-    max_body_bytes: _Int = Field(
+    max_body_bytes: Int = Field(
         DEFAULT_MAX_BODY_BYTES,
         ge=1,
         le=2**31 - 1,
         description="Of an HTTP request's body (else 413), or of a gRPC message.",
     )
-    request_timeout_s: _Seconds = Field(600.0, description="Deadline of a request that brings none.")
-    handoff_timeout_s: _Seconds = Field(120.0, description="Deadline of a hand-off whose request has none.")
-    lease_s: _Seconds = Field(30.0, description="A hand-off without progress for so long is over.")
-    keepalive_s: _Seconds = Field(2.0, description="Between pings of a stream; dead after 3 missed.")
-    max_repairs: _Int = Field(3, ge=0, description="How often a request may lose a worker before it fails.")
-    drain_timeout_s: _Seconds = Field(
+    request_timeout_s: Seconds = Field(600.0, description="Deadline of a request that brings none.")
+    handoff_timeout_s: Seconds = Field(120.0, description="Deadline of a hand-off whose request has none.")
+    lease_s: Seconds = Field(30.0, description="A hand-off without progress for so long is over.")
+    keepalive_s: Seconds = Field(2.0, description="Between pings of a stream; dead after 3 missed.")
+    max_repairs: Int = Field(3, ge=0, description="How often a request may lose a worker before it fails.")
+    drain_timeout_s: Seconds = Field(
         300.0, description="A worker asked to drain (Worker.Drain) answers after so long at the latest, whatever runs."
     )
-    start_timeout_s: _Seconds = Field(600.0, description="For workers to be placed and to load the model.")
-    shutdown_timeout_s: _Seconds = Field(5.0, description="For running requests to end after Ctrl-C.")
+    start_timeout_s: Seconds = Field(600.0, description="For workers to be placed and to load the model.")
+    shutdown_timeout_s: Seconds = Field(5.0, description="For running requests to end after Ctrl-C.")
 
     ray_address: str = Field(
         "local",
