@@ -51,16 +51,23 @@ _SAFE_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled on its first call with arguments of some types, kept on disk; runs without the GIL."""
+    """Compiled on its first call with arguments of some types, kept on disk; runs without the GIL.
+
+    Its arithmetic is IEEE's, operation by operation: so its results do not depend, to the bit, on what it is compiled
+    together with. Sums that are to be vectors are in `cpu_sums` and `cpu_tiles`.
+    """
+    return cast("Callable[P, R]", numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def loose_kernel(function: Callable[P, R]) -> Callable[P, R]:
+    """One whose sums the compiler may reorder: last bits are its choice, anew for whatever it is compiled into."""
     compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH)(function)
     return cast("Callable[P, R]", compiled)
 
 
 def parallel_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=_SAFE_FAST_MATH, parallel=True)(
-        function
-    )
-    return cast("Callable[P, R]", compiled)
+    """A `kernel` with `prange` loops."""
+    return cast("Callable[P, R]", numba.njit(cache=True, nogil=True, error_model="numpy", parallel=True)(function))
 
 
 @contextmanager

@@ -12,10 +12,10 @@ import numpy as np
 
 from engine.attention.cpu_pool import LayerGeometry, prefetch_rows
 from engine.attention.cpu_softmax import weigh
-from engine.cpu_code import Array, as_float, kernel, parallel_kernel
+from engine.cpu_code import Array, as_float, loose_kernel, parallel_kernel
 
 
-@kernel
+@loose_kernel
 def _score_rows(
     q: Array, kv: Array, start: int, following: int, num_rows: int, first_head: int, scores: Array, column: int
 ) -> None:
@@ -62,7 +62,7 @@ def _score_rows(
         t += 1
 
 
-@kernel
+@loose_kernel
 def _add_weighted_rows(
     weights: Array, column: int, kv: Array, start: int, following: int, num_rows: int, first_head: int, acc: Array
 ) -> None:
@@ -104,7 +104,7 @@ def _add_weighted_rows(
         t += 1
 
 
-@kernel
+@loose_kernel
 def _attend_heads(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
     out: Array, r: int, first_kv_head: int, num_kv_heads: int,
@@ -165,7 +165,7 @@ def _attend_heads(
         position += num_rows
 
 
-@kernel
+@loose_kernel
 def decode_attention(
     q: Array, kv: Array, tables: Array, context_lens: Array, window: int, scale: Any, geometry: LayerGeometry,
     out: Array, order: Array,

@@ -3,10 +3,10 @@
 from typing import Any
 
 import numba
-import numpy as np
 
 from engine.cpu_code import Array, as_element, kernel
 from engine.cpu_math import exp_below_zero
+from engine.cpu_sums import row_sum
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
@@ -28,7 +28,7 @@ def weigh(scores: Array, scale: Any, weights: Array) -> Any:
     """weights = exp(scale · (scores - their maximum)), still to be divided by the result.
 
     Args:
-        scores: [num_keys] float32, at least one.
+        scores: [num_keys] float32, at least one; overwritten.
         scale: float32, above 0.
         weights: [num_keys] float32, or uint16 meaning bfloat16.
 
@@ -36,9 +36,8 @@ def weigh(scores: Array, scale: Any, weights: Array) -> Any:
         What the weights add up to, before they are rounded.
     """
     largest = maximum(scores)
-    total = np.float32(0.0)
     for i in range(len(scores)):
-        power = exp_below_zero((scores[i] - largest) * scale)
-        total += power
-        weights[i] = as_element(power, weights[i])
-    return total
+        scores[i] = exp_below_zero((scores[i] - largest) * scale)
+    for i in range(len(scores)):
+        weights[i] = as_element(scores[i], weights[i])
+    return row_sum(scores, 0, len(scores))

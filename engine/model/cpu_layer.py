@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.cpu_code import Array, as_element, as_float, kernel
 from engine.cpu_math import exp_below_zero
+from engine.cpu_sums import sum_of_squares
 
 
 @kernel
@@ -24,10 +25,7 @@ def rms_norm(x: Array, weight: Array, eps: Any, out: Array) -> None:
     """
     num_rows, size = x.shape
     for i in range(num_rows):
-        total = np.float32(0.0)
-        for j in range(size):
-            value = as_float(x[i, j])
-            total += value * value
+        total = sum_of_squares(x, i * size, size)
         scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
         for j in range(size):
             scaled = as_element(as_float(x[i, j]) * scale, x[i, j])
@@ -43,12 +41,9 @@ def add_rms_norm(hidden: Array, delta: Array, weight: Array, eps: Any, out: Arra
     """
     num_rows, size = hidden.shape
     for i in range(num_rows):
-        total = np.float32(0.0)
         for j in range(size):
-            sum_ = as_element(as_float(hidden[i, j]) + as_float(delta[i, j]), hidden[i, j])
-            hidden[i, j] = sum_
-            value = as_float(sum_)
-            total += value * value
+            hidden[i, j] = as_element(as_float(hidden[i, j]) + as_float(delta[i, j]), hidden[i, j])
+        total = sum_of_squares(hidden, i * size, size)
         scale = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
         for j in range(size):
             scaled = as_element(as_float(hidden[i, j]) * scale, hidden[i, j])
