@@ -75,8 +75,8 @@ def structure_to_wire(structure: Structure | None) -> sampling_pb2.StructuredOut
             return sampling_pb2.StructuredOutput(json_object=True)
         case Structure(StructureKind.CHOICE):
             return sampling_pb2.StructuredOutput(choice=sampling_pb2.StringChoice(strings=structure.choices()))
-        case Structure(kind, text):
-            wire = sampling_pb2.StructuredOutput()
+        case Structure(kind, text, strict):
+            wire = sampling_pb2.StructuredOutput(strict=True if strict else None)
             setattr(wire, kind.value, text)
             return wire
 
@@ -90,6 +90,8 @@ def structure_from_wire(wire: sampling_pb2.StructuredOutput) -> Structure | None
             return Structure(StructureKind.JSON_OBJECT) if wire.json_object else None
         case "choice":
             return Structure.of_choices(wire.choice.strings)
+        case "json_schema":
+            return Structure(StructureKind.JSON_SCHEMA, wire.json_schema, wire.strict)
         case kind:
             return Structure(StructureKind(kind), getattr(wire, kind))
 

@@ -7,6 +7,7 @@ schema, an expression or a grammar can be followed is known to the workers, whic
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from cluster.errors import InvalidRequest
@@ -71,7 +72,9 @@ def _named_schema(value: Any, where: str) -> Structure:
         if value.get(key) is not None and not isinstance(value[key], kind):
             raise InvalidRequest(f"{where}.{key} must be {what}, not {shorten(value[key])}", param=f"{where}.{key}")
     schema = value.get("schema")
-    return _ANY_OBJECT if schema is None else _json_schema(schema, f"{where}.schema")
+    if schema is None:
+        return _ANY_OBJECT
+    return replace(_json_schema(schema, f"{where}.schema"), strict=value.get("strict") is True)
 
 
 def _json_schema(value: Any, where: str) -> Structure:

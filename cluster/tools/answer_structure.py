@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from cluster.errors import InvalidRequest
 from cluster.tools.call_structure import call_structure
 from cluster.tools.call_style import CallStyle
-from cluster.tools.closed_schema import closed
 from cluster.tools.tool import Tool
 from cluster.tools.tool_use import ToolMode, ToolUse
-from engine.structure.grammar import json_rule, lark_rules
+from engine.structure.grammar import lark_rules
 from engine.structure.spec import Structure, StructureKind
 from engine.tokenizer.tokenizer import Tokenizer
 
@@ -55,7 +54,7 @@ class _Calls:
         rules = [f"calls: {self._all()}", f"call: {calls}"]
         for number, tool in enumerate(self._tools):
             rules.append(f"call_{number}: {self._one(tool.name, f'arguments_{number}')}")
-            rules.append(f"arguments_{number}: {json_rule(closed(tool.parameters))}")
+            rules.append(f"arguments_{number}: {tool.arguments_rule()}")
         return rules
 
     @property

@@ -6,9 +6,7 @@ small model could lose itself. The schemas stand in it one by one, so that a ref
 
 import json
 
-from cluster.tools.closed_schema import closed
 from cluster.tools.tool_use import ToolMode, ToolUse
-from engine.structure.grammar import json_rule
 from engine.structure.spec import Structure, StructureKind
 
 
@@ -17,7 +15,7 @@ def call_structure(use: ToolUse) -> Structure | None:
     match use.mode:
         case ToolMode.NAMED:
             assert use.named is not None, "a call of one function names it"
-            return _grammar([f"start: {json_rule(closed(use.named.parameters))}"])
+            return _grammar([f"start: {use.named.arguments_rule()}"])
         case ToolMode.REQUIRED:
             more = ' (", " call)*' if use.is_parallel else ""
             lines = [
@@ -27,7 +25,7 @@ def call_structure(use: ToolUse) -> Structure | None:
             for number, tool in enumerate(use.tools):
                 head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
                 lines.append(f'call_{number}: {head} arguments_{number} "}}"')
-                lines.append(f"arguments_{number}: {json_rule(closed(tool.parameters))}")
+                lines.append(f"arguments_{number}: {tool.arguments_rule()}")
             return _grammar(lines)
     return None
 

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.errors import InvalidRequest
 from cluster.quotation import shorten
+from cluster.tools.closed_schema import closed
 from cluster.tools.schema_depth import check_depth
+from engine.structure.grammar import json_rule
 
 MAX_TOOLS = 128  # OpenAI's bound
 NAME_PATTERN = "[a-zA-Z0-9_.-]{1,64}"  # OpenAI's, and the dot, which other clients put in
@@ -20,7 +22,8 @@ class Tool:
     name: str
     parameters: Mapping[str, Any]  # always of an object
     description: str | None = None
-    strict: bool = False  # as it was sent; arguments that are demanded are held to the schema in any case
+    strict: bool = False  # a keyword that arguments cannot be held to is an error, where they are held to any
+    where: str = field(default="tools", compare=False)  # what errors call the schema
 
     def json(self) -> dict[str, Any]:
         """As chat templates expect it."""
@@ -28,6 +31,17 @@ class Tool:
         if self.description is not None:
             function["description"] = self.description
         return {"type": "function", "function": function | {"parameters": dict(self.parameters)}}
+
+    def arguments_rule(self) -> str:
+        """What stands for the arguments in a grammar.
+
+        Raises:
+            InvalidRequest: the schema cannot be held to, and is strict.
+        """
+        try:
+            return json_rule(closed(self.parameters), strict=self.strict)
+        except ValueError as exc:
+            raise InvalidRequest(f"{self.where} cannot be used: {exc}", param=self.where) from exc
 
 
 def parse_tools(value: Any) -> tuple[Tool, ...]:
@@ -74,6 +88,7 @@ def _tool(value: Any, where: str) -> Tool:
         parameters=_parameters(function.get("parameters"), f"{where}.parameters"),
         description=description,
         strict=bool(strict),
+        where=f"{where}.parameters",
     )
 
 

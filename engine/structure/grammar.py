@@ -16,6 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, regex_to_lark
 
 from engine.strict_json import parse_json
+from engine.structure.holdable import holdable
 from engine.structure.spec import Structure, StructureKind
 
 # Behind the rest, where it has the last word and moves no line that an error names.
@@ -25,8 +26,6 @@ _JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    "lenient": False,  # a keyword that cannot be held to is an error
-    "coerce_one_of": False,
 }
 
 
@@ -52,7 +51,7 @@ def lark_rules(structure: Structure, name: str) -> str:
         case StructureKind.JSON_OBJECT:
             return f"{name}: {json_rule({'type': 'object'})}"
         case StructureKind.JSON_SCHEMA:
-            return f"{name}: {json_rule(_schema(structure.text))}"
+            return f"{name}: {_json_schema_rule(structure)}"
         case StructureKind.REGEX:
             return f"{name}: /{regex_to_lark(structure.text, use_ascii='')}/"
         case StructureKind.CHOICE:
@@ -61,17 +60,30 @@ def lark_rules(structure: Structure, name: str) -> str:
             raise ValueError("a grammar cannot be a part of another")
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], *, strict: bool = False) -> str:
     """What stands for JSON of this schema in a rule.
 
+    Args:
+        strict: a keyword that cannot be held to is an error; otherwise it is dropped, and of a `oneOf` whose branches
+            may overlap more than one may be true.
+
     Raises:
-        ValueError: it is nested too deeply.
+        ValueError: it is nested too deeply; or is strict, and a keyword's value cannot be held to.
     """
+    options = {**_JSON_OPTIONS, "lenient": not strict, "coerce_one_of": not strict}
     try:
         # The library's own keyword, by which a schema could have said otherwise.
-        return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+        return "%json " + json.dumps({**holdable(schema, strict=strict), "x-guidance": options})
     except RecursionError as exc:
-        raise ValueError("json_schema is nested too deeply") from exc
+        raise ValueError("it is nested too deeply") from exc
+
+
+def _json_schema_rule(structure: Structure) -> str:
+    schema = _schema(structure.text)
+    try:
+        return json_rule(schema, strict=structure.strict)
+    except ValueError as exc:
+        raise ValueError(f"json_schema cannot be used: {exc}") from exc
 
 
 def _schema(text: str) -> dict[str, Any]:

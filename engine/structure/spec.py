@@ -25,6 +25,7 @@ class Structure:
 
     kind: StructureKind
     text: str = ""
+    strict: bool = False  # of a JSON schema: a keyword that cannot be held to is an error, not dropped
 
     def check_text(self) -> None:
         """Whoever passes it on asks first: it is copied into every message, and kept.

@@ -94,6 +94,7 @@ def test_every_field_of_the_message_is_an_option() -> None:
         ({"json_object": False}, None),
         ({"json_object": True}, Structure(StructureKind.JSON_OBJECT)),
         ({"json_schema": '{"b":1,"a":2}'}, Structure(StructureKind.JSON_SCHEMA, '{"b":1,"a":2}')),
+        ({"json_schema": "{}", "strict": True}, Structure(StructureKind.JSON_SCHEMA, "{}", strict=True)),
         ({"regex": "[ab]+"}, Structure(StructureKind.REGEX, "[ab]+")),
         ({"grammar": 'start: "a"'}, Structure(StructureKind.GRAMMAR, 'start: "a"')),
     ],

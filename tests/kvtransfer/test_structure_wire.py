@@ -19,6 +19,7 @@ written = [kind for kind in StructureKind if kind not in (StructureKind.JSON_OBJ
 structures = st.one_of(
     st.just(Structure(StructureKind.JSON_OBJECT)),
     st.builds(Structure, st.sampled_from(written), texts),
+    st.builds(Structure, st.just(StructureKind.JSON_SCHEMA), texts, st.booleans()),
     st.builds(Structure.of_choices, st.lists(texts, max_size=4)),
 )
 

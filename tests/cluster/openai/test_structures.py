@@ -1,6 +1,7 @@
 """Structured output over HTTP: each field that asks for it, and how it is refused."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ def named(**fields: Any) -> dict[str, Any]:
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
         (named(), ANY_OBJECT),
-        (named(schema=SCHEMA, strict=True, description="d"), OF_SCHEMA),
+        (named(schema=SCHEMA, strict=True, description="d"), replace(OF_SCHEMA, strict=True)),
+        (named(schema=SCHEMA, strict=False), OF_SCHEMA),
         ({"guided_json": SCHEMA}, OF_SCHEMA),
         ({"guided_json": json.dumps(SCHEMA)}, OF_SCHEMA),
         ({"guided_regex": "[ab]+"}, Structure(StructureKind.REGEX, "[ab]+")),

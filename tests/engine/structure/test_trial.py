@@ -31,7 +31,7 @@ def either_of_two(i: int) -> dict[str, Any]:
     return {"anyOf": [{"type": "object", "required": [f"{letter}{i}"]} for letter in "ab"]}
 
 
-PRIME = schema({"type": "integer", "multipleOf": 99_999_989})
+PRIME = (GRAMMAR, 'start: %json {"type": "integer", "multipleOf": 99999989}')
 NASTY = {
     "a large prime": (*PRIME, "too complex: it takes more than"),
     "cross product": (*schema({"allOf": [either_of_two(i) for i in range(20)]}), "schema too large"),
@@ -90,7 +90,7 @@ def test_processor_time_is_bounded() -> None:
 
 def test_a_compiler_tries_what_clients_wrote_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = StructureCompiler(byte_tokenizer(BYTES), 257)
-    with pytest.raises(ValueError, match="json_schema cannot be used: it is too complex"):
+    with pytest.raises(ValueError, match="grammar cannot be used: it is too complex"):
         compiler.compile(Structure(*PRIME))
     compiler.compile(Structure(REGEX, "a+"))
     # What clients do not write the grammar of needs no process.
