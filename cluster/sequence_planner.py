@@ -136,7 +136,7 @@ class SequencePlanner:
         if options.max_tokens is not None and options.max_tokens < 0:
             raise InvalidRequest(f"max_tokens must not be negative, and is {options.max_tokens}", param="max_tokens")
         if options.structure is not None:
-            _check_structure(options.structure, options.ignore_eos)
+            _check_structure(options.structure, options)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(options, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -224,8 +224,8 @@ class SequencePlanner:
         )
 
 
-def _check_structure(structure: Structure, ignore_eos: bool) -> None:
-    if ignore_eos:
+def _check_structure(structure: Structure, options: TextOptions) -> None:
+    if options.ignore_eos:
         raise InvalidRequest(
             "ignore_eos must not be true for a text that is held to a structure: it ends where the structure does",
             param="ignore_eos",
@@ -233,7 +233,7 @@ def _check_structure(structure: Structure, ignore_eos: bool) -> None:
     try:
         structure.check_text()
     except ValueError as exc:
-        raise InvalidRequest(str(exc), param="structure") from exc
+        raise options.structure_origin.named(InvalidRequest(str(exc)), structure) from exc
 
 
 def _check_width(name: str, value: float, *, least: float) -> None:

@@ -185,16 +185,19 @@ class TextGenerator:
         # The prompt is computed once: it counts with the first of its choices.
         num_prompt_tokens = len(planned.prompt_token_ids) if is_first else 0
         with self._metrics.sequence(num_prompt_tokens, planned.arrival_time, self._clock) as timing:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    delta = output.push(index, chunk if planned.options.max_tokens != 0 else _without_tokens(chunk))
-                    timing.tokens(len(delta.tokens), delta.num_cached_tokens if is_first else 0)
-                    if delta.finish_reason is not None:
-                        timing.finished(delta.finish_reason.value)
-                    if delta.text or delta.tokens or delta.finish_reason is not None:
-                        yield delta
-                    if delta.finish_reason is not None:
-                        return
+            try:
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        delta = output.push(index, chunk if planned.options.max_tokens != 0 else _without_tokens(chunk))
+                        timing.tokens(len(delta.tokens), delta.num_cached_tokens if is_first else 0)
+                        if delta.finish_reason is not None:
+                            timing.finished(delta.finish_reason.value)
+                        if delta.text or delta.tokens or delta.finish_reason is not None:
+                            yield delta
+                        if delta.finish_reason is not None:
+                            return
+            except InvalidRequest as error:
+                raise planned.options.structure_origin.named(error, planned.options.structure) from error
 
 
 def _without_tokens(chunk: SequenceChunk) -> SequenceChunk:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.generator import SequenceRequest
+from cluster.structure_origin import StructureOrigin
 from engine.structure.spec import Structure
 
 MAX_CHOICES = 128  # n; OpenAI's bound
@@ -36,6 +37,7 @@ class TextOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structure: Structure | None = None  # what the text is held to
+    structure_origin: StructureOrigin = field(default_factory=StructureOrigin)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

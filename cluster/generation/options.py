@@ -6,6 +6,7 @@ from cluster.errors import InvalidRequest
 from cluster.generation.chat import json_object
 from cluster.generation.prompt import Prompt
 from cluster.text_request import TextOptions
+from cluster.tools.answer_structure import answer_origin
 from cluster.tools.schema_depth import check_depth
 from engine.structure.spec import Structure
 from kvtransfer.sampling_wire import structure_from_wire
@@ -25,6 +26,8 @@ def text_options(request: generation_pb2.GenerateRequest, prompt: Prompt, timeou
             the request is planned.
     """
     params = request.sampling_params
+    content = _structure(params.structure)
+    structure = prompt.held_to(content)
 
     def given(name: str, default: V) -> V:
         return cast("V", getattr(params, name)) if params.HasField(name) else default
@@ -44,7 +47,8 @@ def text_options(request: generation_pb2.GenerateRequest, prompt: Prompt, timeou
         seed=given("seed", None),
         logprobs=given("logprobs", None),
         prompt_logprobs=given("prompt_logprobs", None),
-        structure=prompt.held_to(_structure(params.structure)),
+        structure=structure,
+        structure_origin=answer_origin(prompt.tool_use, content, structure),
         stop=tuple(stop for stop in params.stop if stop),
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=given("ignore_eos", False),

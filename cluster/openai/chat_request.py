@@ -12,7 +12,7 @@ from cluster.openai.unsupported import UNSUPPORTED_IN_CHAT
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.messages import parse_messages
 from cluster.text_request import TextOptions
-from cluster.tools.answer_structure import answer_structure
+from cluster.tools.answer_structure import answer_origin, answer_structure
 from cluster.tools.call_style import CallStyle, markup_token_ids
 from cluster.tools.conversation import render_conversation
 from cluster.tools.tool_use import ToolMode, ToolUse, parse_tool_use
@@ -92,10 +92,13 @@ class ChatRequest(RequestFields):
             raise InvalidRequest("top_logprobs is allowed only with logprobs: true", param="top_logprobs")
         # max_tokens is the older name of the same thing.
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        field_name, content = self.structure()
+        structure = answer_structure(tool_use, content, style, tokenizer, content_field=field_name)
         return self.text_options(
             max_tokens=max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
-            structure=answer_structure(tool_use, self.structure(), style, tokenizer),
+            structure=structure,
+            structure_origin=answer_origin(tool_use, content, structure, content_field=field_name),
             shown_special_tokens=markup_token_ids(tokenizer, style) if tool_use.mode is ToolMode.AUTO else (),
         )

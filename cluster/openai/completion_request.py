@@ -9,6 +9,7 @@ from cluster.errors import InvalidRequest
 from cluster.openai.request_fields import Flag, Int, RequestFields, Text, wrong
 from cluster.openai.unsupported import UNSUPPORTED_IN_COMPLETIONS
 from cluster.quotation import shorten
+from cluster.structure_origin import StructureOrigin
 from cluster.text_request import TextRequest
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -91,11 +92,13 @@ class CompletionRequest(RequestFields):
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         wanted = [number for number in asked if number is not None]
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        field_name, structure = self.structure()
         options = self.text_options(
             max_tokens=max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=max(wanted) if wanted else None,
-            structure=self.structure(),
+            structure=structure,
+            structure_origin=StructureOrigin(field_name),
         )
         return [
             TextRequest(

@@ -17,6 +17,7 @@ from cluster.openai.field_schemas import RESPONSE_FORMAT_SCHEMA
 from cluster.openai.structure_fields import STRUCTURE_FIELDS, requested_structure
 from cluster.openai.unsupported import UNSUPPORTED, refuse_unsupported
 from cluster.quotation import shorten
+from cluster.structure_origin import StructureOrigin
 from cluster.text_request import MAX_CHOICES, MAX_LOGPROBS, TextOptions
 from engine.structure.spec import Structure
 
@@ -170,13 +171,13 @@ class RequestFields(BaseModel):
         except ValidationError as exc:
             raise problem(exc.errors(include_url=False)[0]) from exc
 
-    def structure(self) -> Structure | None:
-        """What the text is held to.
+    def structure(self) -> tuple[str, Structure | None]:
+        """What the text is held to, behind the field that says so.
 
         Raises:
             InvalidRequest: names the field.
         """
-        return requested_structure({name: getattr(self, name) for name in STRUCTURE_FIELDS})
+        return requested_structure({name: getattr(self, name) for name in STRUCTURE_FIELDS}) or ("structure", None)
 
     def text_options(
         self,
@@ -185,6 +186,7 @@ class RequestFields(BaseModel):
         logprobs: int | None,
         prompt_logprobs: int | None,
         structure: Structure | None,
+        structure_origin: StructureOrigin,
         shown_special_tokens: tuple[int, ...] = (),
     ) -> TextOptions:
         """How to continue a prompt."""
@@ -204,6 +206,7 @@ class RequestFields(BaseModel):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             structure=structure,
+            structure_origin=structure_origin,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),

@@ -19,8 +19,8 @@ FORMAT_NAME_PATTERN = "[a-zA-Z0-9_-]{1,64}"  # of a response_format's schema
 _ANY_OBJECT = Structure(StructureKind.JSON_OBJECT)
 
 
-def requested_structure(fields: Mapping[str, Any]) -> Structure | None:
-    """What the text is held to; None: nothing.
+def requested_structure(fields: Mapping[str, Any]) -> tuple[str, Structure] | None:
+    """The field that says what the text is held to, and what that is; None: nothing.
 
     Args:
         fields: of the request; absent ones are None or not there.
@@ -40,7 +40,7 @@ def requested_structure(fields: Mapping[str, Any]) -> Structure | None:
     if len(found) > 1:
         first, second, *_ = found
         raise InvalidRequest(f"{second} is not allowed together with {first}: a text has one structure", param=second)
-    return next(iter(found.values()), None)
+    return next(iter(found.items()), None)
 
 
 def _response_format(value: Any, where: str) -> Structure | None:

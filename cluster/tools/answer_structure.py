@@ -4,9 +4,11 @@ Calls are written as the model was trained to, since it is free to write none; s
 """
 
 import json
+import re
 from collections.abc import Sequence
 
 from cluster.errors import InvalidRequest
+from cluster.structure_origin import StructureOrigin
 from cluster.tools.call_structure import call_structure
 from cluster.tools.call_style import CallStyle
 from cluster.tools.tool import Tool
@@ -17,9 +19,17 @@ from engine.tokenizer.tokenizer import Tokenizer
 
 
 def answer_structure(
-    use: ToolUse, content: Structure | None, style: CallStyle, tokenizer: Tokenizer
+    use: ToolUse,
+    content: Structure | None,
+    style: CallStyle,
+    tokenizer: Tokenizer,
+    *,
+    content_field: str = "structure",
 ) -> Structure | None:
     """What the text is held to, where `content` says what it is to be if it calls nothing; None: nothing.
+
+    Args:
+        content_field: what errors call `content`.
 
     Raises:
         InvalidRequest: `content` is not what its kind says, or a grammar, which cannot be a part of another.
@@ -35,9 +45,27 @@ def answer_structure(
     try:
         rules = lark_rules(content, "content")
     except ValueError as exc:
-        raise InvalidRequest(str(exc), param="structure") from exc
+        raise StructureOrigin(content_field).named(InvalidRequest(str(exc)), content) from exc
     lines = ["start: calls | content", rules, *_Calls(use, style, tokenizer).lines()]
     return Structure(StructureKind.GRAMMAR, "\n".join(lines))
+
+
+def answer_origin(
+    use: ToolUse, content: Structure | None, answer: Structure | None, *, content_field: str = "structure"
+) -> StructureOrigin:
+    """Where what `answer_structure` answered comes from."""
+    if answer is None or answer is content:
+        return StructureOrigin(content_field)
+    if use.named is not None:
+        return StructureOrigin(use.named.where)
+    lines = dict[int, str]()
+    for number, line in enumerate(answer.text.split("\n"), 1):
+        found = re.match(r"arguments_(\d{1,3}): ", line)
+        if found is not None and int(found[1]) < len(use.tools):
+            lines[number] = use.tools[int(found[1])].where
+        elif line.startswith("content: "):
+            lines[number] = content_field
+    return StructureOrigin("tools", lines)
 
 
 class _Calls:

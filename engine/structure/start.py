@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 _LIMITS = LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False)
 
 _LONGEST_REASON = 300
-_PREAMBLE = re.compile(r'^(at \d+\(\d+\): )?(failed to (compile JSON schema|parse "%json"): )?')
+_PREAMBLE = re.compile(r'^(?:at (\d+)\(\d+\): )?(?:failed to (?:compile JSON schema|parse "%json"): )?')
 
 
 def start_of(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
@@ -33,8 +33,14 @@ def is_dead_end(failed: LLMatcher) -> bool:
 
 
 def shortened(error: str) -> str:
-    """One line of the library's many: what the regex parser found, else the first, without its preamble."""
+    """One line of the library's many: what the regex parser found, else the first, without its preamble.
+
+    Of that it keeps which line of the grammar is meant, but for the first: most grammars have but one.
+    """
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     reason = _PREAMBLE.sub("", reasons[0] if reasons else lines[0] if lines else "it is not supported")
+    preamble = _PREAMBLE.match(lines[0]) if lines else None
+    if preamble is not None and preamble[1] not in (None, "1"):
+        reason = f"in line {preamble[1]}: {reason}"
     return reason if len(reason) <= _LONGEST_REASON else reason[:_LONGEST_REASON] + "…"

@@ -79,9 +79,9 @@ async def test_text_held_to_a_structure_cannot_ignore_its_end() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("é" * (MAX_TEXT_BYTES // 2) + "x", "regex has 65537 bytes; at most 65536 are allowed"),
-        ("x" * 7_000_000, "regex has 7000000 characters; at most 65536 bytes are allowed"),
-        ("a\ud800", "regex has a lone surrogate at character 1"),
+        ("é" * (MAX_TEXT_BYTES // 2) + "x", "structure.regex has 65537 bytes; at most 65536 are allowed"),
+        ("x" * 7_000_000, "structure.regex has 7000000 characters; at most 65536 bytes are allowed"),
+        ("a\ud800", "structure.regex has a lone surrogate at character 1"),
     ],
 )
 async def test_structure_that_no_worker_takes_is_sent_to_none(text: str, message: str) -> None:

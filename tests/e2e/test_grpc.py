@@ -89,7 +89,7 @@ def test_structure_that_is_none_is_an_invalid_argument(stub: Any, structure: dic
         list(call)
     assert isinstance(caught.value, grpc.Call)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details().startswith(f"{next(iter(structure))} cannot be used: ")
+    assert caught.value.details().startswith(f"structure.{next(iter(structure))} cannot be used: ")
     assert dict(call.trailing_metadata())["x-request-id"] == "bad-1"
 
 
