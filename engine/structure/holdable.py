@@ -92,7 +92,7 @@ def _multiple(value: Any) -> str | None:
         return None
     digits = re.sub(r"\.|e.*", "", repr(value))
     if not 1e-9 <= value <= 1e9 or int(digits.strip("0") or "0") > _MAX_MULTIPLE:
-        return f"{value} is too large or small, or has too many digits"
+        return f"{_short(value)} is too large or small, or has too many digits"
     return None
 
 
@@ -101,12 +101,12 @@ def _bound(value: Any) -> str | None:
     if not _is_number(value):
         return None
     if abs(value) >= 2**63 or (isinstance(value, int) and int(float(value)) != value):
-        return f"{value} is beyond what numbers of 64 bits can be"
+        return f"{_short(value)} is beyond what numbers of 64 bits can be"
     return None
 
 
 def _count(value: Any) -> str | None:
-    return f"{value} is too large" if _is_number(value) and value > _MAX_INT64 else None
+    return f"{_short(value)} is too large" if _is_number(value) and value > _MAX_INT64 else None
 
 
 def _literal(value: Any) -> str | None:
@@ -114,8 +114,12 @@ def _literal(value: Any) -> str | None:
         inner = value.values() if isinstance(value, Mapping) else value
         return next((problem for each in inner if (problem := _literal(each)) is not None), None)
     if isinstance(value, int) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
-        return f"{value} is beyond what numbers of 64 bits can be"
+        return f"{_short(value)} is beyond what numbers of 64 bits can be"
     return None
+
+
+def _short(value: float) -> str:
+    return text if len(text := str(value)) <= 40 else text[:40] + "…"
 
 
 def _is_number(value: Any) -> bool:

@@ -120,6 +120,12 @@ def test_strictness_is_no_matter_of_what_was_compiled_before() -> None:
     COMPILER.compile(Structure(StructureKind.JSON_SCHEMA, text))
 
 
+def test_a_long_number_is_not_told_to_the_end() -> None:
+    with pytest.raises(ValueError, match="minimum cannot be held to: 10{39}…") as caught:
+        holdable({"minimum": 10**4000}, strict=True)
+    assert len(str(caught.value)) < 120
+
+
 def test_a_hostile_pattern_is_read_once() -> None:
     for pattern in ("(" * 30_000 + "\\b", "[" * 60_000, "\\\\" * 30_000 + "\\b", "[a" * 30_000, "(?" * 30_000):
         assert holdable({"pattern": pattern}, strict=False) == {}
