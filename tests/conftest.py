@@ -25,3 +25,8 @@ def oracle() -> "Oracle":
     from tests.oracle import Oracle
 
     return Oracle()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What serves until the session ends is started last: tests before it count objects, mappings and descriptors."""
+    items.sort(key=lambda item: item.path.parent.name == "e2e")
