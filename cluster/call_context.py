@@ -9,6 +9,10 @@ REQUEST_ID = "x-request-id"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 AUTHORIZATION = "authorization"
+# Of replies, as headers or trailers.
+PREFILL_WORKER = "x-tandem-prefill-worker"
+DECODE_WORKER = "x-tandem-decode-worker"
+CACHED_TOKENS = "x-tandem-cached-tokens"
 
 # What may be written into any log or header as it is: 1 to 128 visible ASCII characters.
 ID_PATTERN = r"[\x21-\x7e]{1,128}"

@@ -1,20 +1,15 @@
 """API keys on the gateway's gRPC server: metadata `authorization`, as HTTP's header of that name."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 
 from cluster.api_keys import REFUSAL, ApiKeys
-from cluster.call_context import AUTHORIZATION, REQUEST_ID, call_context, first_values
-from cluster.call_record import current_call
+from cluster.call_context import AUTHORIZATION, first_values
+from cluster.grpc_handlers import Context, Continuation, Handler, refuse
 
 # Whoever watches a server's health need not know its keys.
 _OPEN = "/grpc.health.v1.Health/"
-
-# Not generic at run time, unlike in its stubs.
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
 class GrpcAuthentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -33,7 +28,5 @@ class GrpcAuthentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-async def _refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    record = current_call.get()
-    call = call_context(context.invocation_metadata() or ()) if record is None else record.context
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL, ((REQUEST_ID, call.request_id),))
+async def _refuse(requests: Any, context: Context) -> None:
+    await refuse(context, grpc.StatusCode.UNAUTHENTICATED, REFUSAL)

@@ -5,11 +5,22 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from cluster.call_context import REQUEST_ID, call_context
+from cluster.call_record import current_call
+
 Context = grpc.aio.ServicerContext[Any, Any]
 # An RpcMethodHandler, or None where there is no such method; its stubs know neither that nor its fields' types.
 Handler: TypeAlias = Any
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Behaviour: TypeAlias = Callable[[Any, Context], Any]
+
+
+async def refuse(context: Context, code: grpc.StatusCode, message: str) -> None:
+    """Ends a call before its handler has begun: the trailers have its id all the same."""
+    record = current_call.get()
+    call = call_context(context.invocation_metadata() or ()) if record is None else record.context
+    await context.abort(code, message, ((REQUEST_ID, call.request_id),))
+
 
 _MAKERS: dict[tuple[bool, bool], Callable[..., Any]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,

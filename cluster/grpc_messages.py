@@ -11,9 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from cluster.call_context import REQUEST_ID, call_context
-from cluster.call_record import current_call
-from cluster.grpc_handlers import Behaviour, Context, Continuation, Handler, behaviour_of, with_behaviour
+from cluster.grpc_handlers import Behaviour, Context, Continuation, Handler, behaviour_of, refuse, with_behaviour
 
 
 class _Unreadable(Exception):
@@ -65,7 +63,5 @@ async def _read_all(parse: Callable[[bytes], Any], messages: AsyncIterable[bytes
 
 
 async def _refuse(method: str, context: Context) -> None:
-    record = current_call.get()
-    call = call_context(context.invocation_metadata() or ()) if record is None else record.context
     message = f"the message cannot be read: it is not the protobuf message that {method} takes"
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message, ((REQUEST_ID, call.request_id),))
+    await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, message)

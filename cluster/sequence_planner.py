@@ -141,25 +141,16 @@ class SequencePlanner:
             value = getattr(options, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 raise InvalidRequest(f"{name} must be in [0, {MAX_LOGPROBS}], not {value}", param=name)
-        if len(options.stop) > MAX_STOPS:
-            raise InvalidRequest(f"stop has {len(options.stop)} strings; at most {MAX_STOPS} are allowed", param="stop")
+        _check_count("stop", len(options.stop), "strings", MAX_STOPS)
         longest = max(map(len, options.stop), default=0)
         if longest > MAX_STOP_CHARACTERS:
             raise InvalidRequest(
                 f"stop has a string of {longest} characters; at most {MAX_STOP_CHARACTERS} are allowed", param="stop"
             )
-        if len(options.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids has {len(options.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
-                param="stop_token_ids",
-            )
+        _check_count("stop_token_ids", len(options.stop_token_ids), "ids", MAX_STOP_TOKEN_IDS)
         for token_id in options.stop_token_ids:
             self._check_token_id(token_id, "stop_token_ids")
-        if len(options.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                f"logit_bias has {len(options.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are allowed",
-                param="logit_bias",
-            )
+        _check_count("logit_bias", len(options.logit_bias), "tokens", MAX_LOGIT_BIAS)
         for token_id in options.logit_bias:
             self._check_token_id(token_id, "logit_bias")
         _check_width(
@@ -222,6 +213,11 @@ class SequencePlanner:
             )
             for index, params in enumerate(all_params)
         )
+
+
+def _check_count(name: str, count: int, what: str, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{name} has {count} {what}; at most {most} are allowed", param=name)
 
 
 def _check_structure(structure: Structure, options: TextOptions) -> None:

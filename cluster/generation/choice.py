@@ -1,15 +1,13 @@
 """One choice of a call, from its deltas to chunks and, joined, to its complete message."""
 
-import uuid
 from collections.abc import Iterator, Sequence
 
 from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText
-from cluster.tools.call_parser import CallParser
-from cluster.tools.call_pieces import CallArguments, CallStart, Content, Piece
+from cluster.tools.call_parser import CallParser, read_calls
+from cluster.tools.call_pieces import CallArguments, CallStart, Content, Piece, new_call_id
 from cluster.tools.tool_use import ToolMode
 from engine.executor import SampledToken
-from engine.sampling_params import FinishReason
 from kvtransfer.sampling_wire import prompt_logprobs_to_wire
 from tandem.v1 import generation_pb2, sampling_pb2
 
@@ -53,7 +51,7 @@ class Choice:
 
     def responses(self, delta: TextDelta) -> Iterator[generation_pb2.GenerateResponse]:
         """What a delta of this choice makes the client hear."""
-        pieces = self._pieces(delta)
+        pieces = read_calls(self._calls, delta.text, is_last=delta.finish_reason is not None)
         text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
         tool_calls = self._called(pieces)
         self._texts.append(text)
@@ -67,19 +65,13 @@ class Choice:
         if delta.finish_reason is not None:
             yield generation_pb2.GenerateResponse(request_id=self._request_id, complete=self._complete(delta))
 
-    def _pieces(self, delta: TextDelta) -> list[Piece]:
-        if self._calls is None:
-            return [Content(delta.text)]
-        pieces = self._calls.push(delta.text)
-        return pieces if delta.finish_reason is None else pieces + self._calls.flush()
-
     def _called(self, pieces: Sequence[Piece]) -> list[generation_pb2.ToolCallDelta]:
         """What the pieces add to calls: to each of them at most once."""
         deltas: dict[int, generation_pb2.ToolCallDelta] = {}
         for piece in pieces:
             match piece:
                 case CallStart(index, name):
-                    call_id = f"call_{uuid.uuid4().hex[:24]}"
+                    call_id = new_call_id()
                     self._tool_calls.append(generation_pb2.ToolCall(id=call_id, name=name))
                     deltas[index] = generation_pb2.ToolCallDelta(index=index, id=call_id, name=name)
                 case CallArguments(index, text):
@@ -112,7 +104,7 @@ class Choice:
         message = generation_pb2.GenerateComplete(
             output_ids=[token.token_id for token in self._tokens],
             text="".join(self._texts),
-            finish_reason=self._finish_reason(delta.finish_reason),
+            finish_reason=self._mode.finish_reason(delta.finish_reason, has_calls=bool(self._tool_calls)),
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=len(self._tokens),
             cached_tokens=delta.num_cached_tokens,
@@ -127,11 +119,6 @@ class Choice:
         elif delta.matched_stop is not None:
             message.matched_token_id = delta.matched_stop
         return message
-
-    def _finish_reason(self, reason: FinishReason) -> str:
-        # As over HTTP: a call that was cut off says so, and OpenAI says stop where the caller has named the function.
-        is_call = bool(self._tool_calls) and self._mode is not ToolMode.NAMED
-        return "tool_calls" if is_call and reason is FinishReason.STOP else reason.value
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> list[sampling_pb2.TokenLogprobs]:
         if self._num_top is None:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Container
 from dataclasses import fields
 
-from cluster.call_context import REQUEST_ID, CallContext, is_sound_id
+from cluster.call_context import CACHED_TOKENS, DECODE_WORKER, PREFILL_WORKER, REQUEST_ID, CallContext, is_sound_id
 from cluster.errors import GenerationError, InvalidRequest, QueueFull
 from cluster.generator import StageTimes
 from cluster.text_generator import TextDelta
@@ -66,10 +66,10 @@ class Trailers:
         """What is known by now; with an error, when to come again, if it says so."""
         trailers: dict[str, str | None] = {REQUEST_ID: self._request_id}
         if self._num_cached_tokens is not None:
-            trailers["x-tandem-cached-tokens"] = str(self._num_cached_tokens)
+            trailers[CACHED_TOKENS] = str(self._num_cached_tokens)
         if self._last is not None:
-            trailers["x-tandem-prefill-worker"] = self._last.prefill_worker
-            trailers["x-tandem-decode-worker"] = self._last.decode_worker
+            trailers[PREFILL_WORKER] = self._last.prefill_worker
+            trailers[DECODE_WORKER] = self._last.decode_worker
         if self._stages is not None:
             for stage in fields(self._stages):
                 trailers[f"x-tandem-{stage.name}-ms"] = f"{getattr(self._stages, stage.name) * 1000:.3f}"

@@ -10,8 +10,7 @@ from cluster.text_generator import TextDelta
 from cluster.text_request import PlannedText, reported_stop
 from cluster.tools.call_parser import call_parser
 from cluster.tools.call_style import CallStyle
-from cluster.tools.tool_use import ToolMode, ToolUse
-from engine.sampling_params import FinishReason
+from cluster.tools.tool_use import ToolUse
 from engine.tokenizer.tokenizer import Tokenizer
 
 
@@ -94,13 +93,9 @@ class ChatShape:
                 by_id=bool(self._request.return_tokens_as_token_ids),
             )
         if delta.finish_reason is not None:
-            choice["finish_reason"] = self._finish_reason(delta.finish_reason, delta.index)
+            has_calls = self._message(delta.index).has_calls
+            choice["finish_reason"] = self._tool_use.mode.finish_reason(delta.finish_reason, has_calls=has_calls)
         choice["stop_reason"] = reported_stop(delta.matched_stop, self._planned.options)
         if self._request.return_token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
         return choice
-
-    def _finish_reason(self, reason: FinishReason, index: int) -> str:
-        # OpenAI says stop, where the caller has named the function.
-        is_call = self._message(index).has_calls and self._tool_use.mode is not ToolMode.NAMED
-        return "tool_calls" if is_call and reason is FinishReason.STOP else reason.value

@@ -1,11 +1,10 @@
 """The assistant's message out of its text: content and calls, in OpenAI's form."""
 
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.tools.call_parser import CallParser
-from cluster.tools.call_pieces import CallArguments, CallStart, Content, Piece
+from cluster.tools.call_parser import CallParser, read_calls
+from cluster.tools.call_pieces import CallArguments, CallStart, Content, Piece, new_call_id
 
 Json = dict[str, Any]
 
@@ -41,11 +40,7 @@ class ChatMessage:
         return message | {"tool_calls": calls} if calls else message
 
     def _pieces(self, text: str, is_last: bool) -> Sequence[Piece]:
-        if self._parser is None:
-            return [Content(text)] if text else []
-        pieces = self._parser.push(text)
-        if is_last:
-            pieces += self._parser.flush()
+        pieces = read_calls(self._parser, text, is_last=is_last)
         self.has_calls = self.has_calls or any(isinstance(piece, CallStart) for piece in pieces)
         return pieces
 
@@ -61,5 +56,4 @@ def _delta(piece: Piece) -> Json:
 
 
 def _begun(call: CallStart) -> Json:
-    call_id = f"call_{uuid.uuid4().hex[:24]}"
-    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+    return {"id": new_call_id(), "type": "function", "function": {"name": call.name, "arguments": ""}}

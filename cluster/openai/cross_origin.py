@@ -12,9 +12,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from cluster.call_context import REQUEST_ID
+from cluster.call_context import CACHED_TOKENS, DECODE_WORKER, PREFILL_WORKER, REQUEST_ID
 from cluster.openai.error_replies import error_object
-from cluster.openai.reply_headers import CACHED_TOKENS, DECODE_WORKER, PREFILL_WORKER, SERVER_TIMING
+from cluster.openai.reply_headers import SERVER_TIMING
 
 # What replies have beside what a browser shows to any page.
 _EXPOSED = (REQUEST_ID, PREFILL_WORKER, DECODE_WORKER, CACHED_TOKENS, SERVER_TIMING, "retry-after")

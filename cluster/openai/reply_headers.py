@@ -2,12 +2,10 @@
 
 from dataclasses import fields
 
+from cluster.call_context import CACHED_TOKENS, DECODE_WORKER, PREFILL_WORKER
 from cluster.generator import StageTimes
 from cluster.text_generator import TextDelta
 
-PREFILL_WORKER = "x-tandem-prefill-worker"
-DECODE_WORKER = "x-tandem-decode-worker"
-CACHED_TOKENS = "x-tandem-cached-tokens"
 SERVER_TIMING = "server-timing"
 
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from cluster.tools.call_pieces import Piece, PieceWriter
+from cluster.tools.call_pieces import Content, Piece, PieceWriter
 from cluster.tools.call_style import CallStyle
 from cluster.tools.forced_parser import NamedCallParser, RequiredCallParser
 from cluster.tools.hermes_parser import hermes_parser
@@ -26,6 +26,18 @@ class CallParser(Protocol):
     def flush(self) -> list[Piece]:
         """The end of the text: the last pieces."""
         ...
+
+
+def read_calls(parser: CallParser | None, text: str, *, is_last: bool) -> list[Piece]:
+    """The pieces that this text completes, of a message that ends with it or goes on.
+
+    Args:
+        parser: None: all of the text is content.
+    """
+    if parser is None:
+        return [Content(text)] if text else []
+    pieces = parser.push(text)
+    return pieces + parser.flush() if is_last else pieces
 
 
 def call_parser(use: ToolUse, style: CallStyle) -> CallParser | None:

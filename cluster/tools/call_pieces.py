@@ -1,5 +1,6 @@
 """What a model's text is taken apart into."""
 
+import uuid
 from dataclasses import dataclass
 
 
@@ -27,6 +28,11 @@ class CallArguments:
 
 
 Piece = Content | CallStart | CallArguments
+
+
+def new_call_id() -> str:
+    """What a client knows a call by."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class PieceWriter:

@@ -8,6 +8,7 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from cluster.quotation import shorten
 from cluster.tools.tool import Tool, parse_tools
+from engine.sampling_params import FinishReason
 
 
 class ToolMode(Enum):
@@ -17,6 +18,14 @@ class ToolMode(Enum):
     AUTO = "auto"  # it calls or it speaks
     REQUIRED = "required"  # it calls
     NAMED = "function"  # it calls this one
+
+    def finish_reason(self, reason: FinishReason, *, has_calls: bool) -> str:
+        """What a client is told of a message's end; a call that was cut off says so.
+
+        OpenAI says stop, where the caller has named the function.
+        """
+        is_call = has_calls and self is not ToolMode.NAMED
+        return "tool_calls" if is_call and reason is FinishReason.STOP else reason.value
 
 
 @dataclass(frozen=True, slots=True)
